@@ -1,0 +1,136 @@
+"""What a routing policy sees and what it returns. Pure data: the router builds it, the policy reads it, nobody changes it.
+
+Invariant: a `Decision` carries every number that the choice was made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from cpd_ray.ids import NodeId, RequestId, WorkerId
+from cpd_ray.messages import PoolCounts, StepCost
+from cpd_ray.types import Role
+
+
+class Route(StrEnum):
+    """What the request was found to be."""
+
+    COLD = "cold"
+    WARM = "warm"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """A live worker as the router believes it to be: its last report, plus what this router has sent since (`backlog_*` include that).
+
+    `fetch_bytes_per_s`: measured rate from the tiers below its pool: `node`, `cluster`.
+    """
+
+    worker: WorkerId
+    role: Role
+    node: NodeId
+    running: int
+    waiting: int
+    backlog_tokens: int
+    backlog_s: float
+    pool: PoolCounts
+    step_cost: StepCost
+    fetch_bytes_per_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """A request and where its leading tokens are cached (committed KV only). `by_worker`, `by_node`: leading tokens in each worker's
+    pool and each node's slab; absent means none. `waited_s`: since it arrived."""
+
+    request_id: RequestId
+    total_tokens: int
+    block_size: int
+    by_worker: Mapping[WorkerId, int]
+    by_node: Mapping[NodeId, int]
+    max_new_tokens: int = 1
+    waited_s: float = 0.0
+
+    @property
+    def cached_anywhere(self) -> int:
+        """Leading tokens that some worker of any kind could fetch from a slab, or some pool holds."""
+        return max([0, *self.by_worker.values(), *self.by_node.values()])
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a decision may depend on. `bytes_per_token` of KV."""
+
+    workers: tuple[WorkerView, ...]
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One worker considered, with the numbers: tokens taken from each tier (they add up, nearest tier first), tokens to compute, seconds."""
+
+    worker: WorkerId
+    role: Role
+    pool_tokens: int
+    node_tokens: int
+    cluster_tokens: int
+    new_tokens: int
+    backlog_s: float
+    fetch_s: float
+    prefill_s: float
+    inflicted_s: float
+
+    @property
+    def ttft_s(self) -> float:
+        return self.backlog_s + self.fetch_s + self.prefill_s
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.pool_tokens + self.node_tokens + self.cluster_tokens
+
+    @property
+    def cost_s(self) -> float:
+        return self.ttft_s + self.inflicted_s
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where to prefill, and why. `chosen` is one of `considered`. `reason` is one short sentence with the figures in it."""
+
+    route: Route
+    chosen: Candidate
+    considered: tuple[Candidate, ...]
+    policy: str
+    reason: str
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        return self.chosen.ttft_s
+
+
+class PrefillPolicy(Protocol):
+    """Pure. Raises Unavailable when no prefill-capable worker is left."""
+
+    name: str
+
+    def decide(self, request: RequestView, snapshot: Snapshot) -> Decision: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDecision:
+    worker: WorkerId
+    cached_tokens: int
+    free_blocks: int
+    load: int
+    reason: str
+
+
+class DecodePolicy(Protocol):
+    """Pure. Returns None when no decode worker has room for the request now; raises Unavailable when there is none at all."""
+
+    name: str
+
+    def decide(self, request: RequestView, snapshot: Snapshot) -> DecodeDecision | None: ...
