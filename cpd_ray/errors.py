@@ -80,7 +80,9 @@ class Overloaded(CPDError):
     status = 429
     kind = "rate_limit_error"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, param: str | None = None, code: str | None = "overloaded") -> None:
+    def __init__(
+        self, message: str, *, retry_after_s: float = 1.0, param: str | None = None, code: str | None = "overloaded"
+    ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after_s = retry_after_s
 

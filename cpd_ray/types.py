@@ -91,7 +91,9 @@ class SamplingParams:
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
         need(self.top_k >= 0, "top_k", "0 (all) or more")
         need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
-        need(finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100")
+        need(
+            finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100"
+        )
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "from -2 to 2")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "from -2 to 2")
         need(len(self.logit_bias) <= MAX_LOGIT_BIAS, "logit_bias", f"at most {MAX_LOGIT_BIAS} entries")
