@@ -181,6 +181,14 @@ class NodeRun:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Which router sent this, as its how-manieth message to this worker: so that a report tells which of them it has counted."""
+
+    router: str = ""
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillRequest:
     """Compute a prompt's KV and, unless `commit_only`, sample its first token and keep the KV for a decode worker.
 
@@ -200,14 +208,14 @@ class PrefillRequest:
     commit_only: bool = False
     priority: int = 0
     handover_ttl_s: float = 30.0
-    checksum: bool = False
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A lease on the blocks of a prefilled request in the pool of `region`'s worker: `blocks[i]` holds tokens
-    [i*block_size, (i+1)*block_size), the last one perhaps partly; `tokens` have KV. Readable for `ttl_s` from the reader's
-    receipt of this message minus its time in flight: the holder keeps the blocks for `ttl_s` plus a grace."""
+    """A lease on the blocks of a prefilled request in the pool of `worker`: `blocks[i]` holds tokens
+    [i*block_size, (i+1)*block_size), the last one perhaps partly; `tokens` have KV. `peer` is what a reader connects with. The holder
+    keeps the blocks for `ttl_s` plus a grace from its own sending; the router ends the lease when decode has read them."""
 
     worker: WorkerId
     node: NodeId
@@ -216,6 +224,7 @@ class Handover:
     blocks: tuple[int, ...]
     tokens: int
     ttl_s: float
+    peer: PeerDescriptor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +254,13 @@ class DecodeRequest:
     handover: Handover | None = None
     sources: tuple[NodeRun, ...] = ()
     priority: int = 0
+    origin: Origin = Origin()
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeChunk:
-    """Tokens that were ready together. `index`: the first one's position in the answer (0 is the prefill worker's token)."""
+    """Tokens that were ready together. `index`: the first one's position in the answer (0 is the prefill worker's token). The first
+    chunk has `cached`: from then on the handover is not needed any more."""
 
     request_id: RequestId
     index: int
@@ -300,7 +311,8 @@ class StepCost:
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker says of itself, at least every half second. `backlog_tokens`: prompt tokens accepted and not yet computed or
-    fetched; `backlog_s`: the same in predicted seconds; `fetch_bytes_per_s`: measured, by tier below the pool."""
+    fetched; `backlog_s`: the same in predicted seconds, `queue_s` prompt by prompt and `queue_age_s` how long each has waited;
+    `fetch_bytes_per_s`: measured, by tier below the pool."""
 
     worker: WorkerId
     role: Role
@@ -315,12 +327,15 @@ class WorkerReport:
     step_cost: StepCost
     block_size: int
     fetch_bytes_per_s: dict[str, float]
+    seen: dict[str, int] = field(default_factory=dict)
     model: str = ""
+    queue_s: tuple[float, ...] = ()
+    queue_age_s: tuple[float, ...] = ()
 
 
 MESSAGES: tuple[type, ...] = (
     RegionRef, PeerDescriptor, RegionDescriptor, ReserveBlocks, Reservation, CommitBlocks, LeaseBlocks, LeaseGrant, PinBlocks,
-    SlabCounts, NodeReport, KvEvents, EventsPage, EventsAfter, NodeRun, PrefillRequest, Handover, PrefillResult, DecodeRequest,
+    SlabCounts, NodeReport, KvEvents, EventsPage, EventsAfter, NodeRun, Origin, PrefillRequest, Handover, PrefillResult, DecodeRequest,
     DecodeChunk, PoolCounts, StepCost, WorkerReport,
 )  # fmt: skip
 
