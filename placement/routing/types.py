@@ -26,7 +26,9 @@ class Route(StrEnum):
 class WorkerView:
     """A live worker as the router believes it to be: its last report, plus what this router has sent since (`backlog_*` include that).
 
-    `fetch_bytes_per_s`: measured rate from the tiers below its pool: `node`, `cluster`.
+    `fetch_bytes_per_s`: measured rate from the tiers below its pool: `node`, `cluster`; a tier without a rate can't be read.
+    `queue_s`: predicted remaining prefill seconds of each prompt accepted and not finished; empty when the worker doesn't say.
+    `queue_age_s`: how long each of those has waited (same order). `draining` workers take nothing new.
     """
 
     worker: WorkerId
@@ -39,12 +41,15 @@ class WorkerView:
     pool: PoolCounts
     step_cost: StepCost
     fetch_bytes_per_s: Mapping[str, float]
+    queue_s: tuple[float, ...] = ()
+    queue_age_s: tuple[float, ...] = ()
+    draining: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request and where its leading tokens are cached (committed KV only). `by_worker`, `by_node`: leading tokens in each worker's
-    pool and each node's slab; absent means none. `waited_s`: since it arrived."""
+    pool and each node's slab; absent means none. `waited_s`: since it arrived. `sequence`: how many requests this router saw before."""
 
     request_id: RequestId
     total_tokens: int
@@ -53,6 +58,7 @@ class RequestView:
     by_node: Mapping[NodeId, int]
     max_new_tokens: int = 1
     waited_s: float = 0.0
+    sequence: int = 0
 
     @property
     def cached_anywhere(self) -> int:
@@ -114,7 +120,8 @@ class Decision:
 class PrefillPolicy(Protocol):
     """Pure. Raises Unavailable when no prefill-capable worker is left."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> Decision: ...
 
@@ -131,6 +138,7 @@ class DecodeDecision:
 class DecodePolicy(Protocol):
     """Pure. Returns None when no decode worker has room for the request now; raises Unavailable when there is none at all."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> DecodeDecision | None: ...
