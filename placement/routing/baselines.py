@@ -60,7 +60,7 @@ class SharedCachePolicy:
 
     model: CostModel
     rule: ColdRule
-    name: str = "shared_cache"
+    name: str = "shared"
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> Decision:
         considered = candidates(request, snapshot, self.model)
