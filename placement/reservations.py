@@ -47,6 +47,15 @@ class DecodeReservations:
             del self._promises[request_id]
         return broken
 
+    def worker_of(self, request_id: RequestId) -> WorkerId | None:
+        """Who promised room to the request; None when nobody did or the promise was broken."""
+        promise = self._promises.get(request_id)
+        return promise.worker if promise else None
+
+    def workers(self) -> set[WorkerId]:
+        """All who have promised room."""
+        return {promise.worker for promise in self._promises.values()}
+
     def promised_blocks(self, worker: WorkerId) -> int:
         return sum(promise.blocks for promise in self._promises.values() if promise.worker == worker)
 

@@ -93,13 +93,16 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """`backlog_tokens`: accepted prompt tokens not yet in the pool; `backlog_s`: predicted seconds of computing them."""
+    """`backlog_tokens`: accepted prompt tokens not yet in the pool; `backlog_s`: predicted seconds of computing them.
+    `queue_s`: the same for each such prompt, `queue_age_s`: seconds since it was submitted (same order)."""
 
     running: int
     waiting: int
     backlog_tokens: int
     backlog_s: float
     step_cost: StepCost
+    queue_s: tuple[float, ...] = ()
+    queue_age_s: tuple[float, ...] = ()
 
 
 class Engine(Protocol):
