@@ -18,26 +18,26 @@ from cpd_ray.ids import RequestId
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`aging_s` of waiting outweigh one second of prefill: a request is overtaken only by those that arrive within
-    `cost_s * aging_s` of it. `priority_s`: the head start that one step of priority is worth. `max_wait_s`: after that the queue
+    """`aging`: seconds of prefill forgiven for each second waited: a request is overtaken only by those that arrive within
+    `cost_s / aging` of it. `priority_s`: the head start that one step of priority is worth. `max_wait_s`: after that the queue
     gives a request back."""
 
     max_in_flight: int = 24
     max_queued: int = 256
-    aging_s: float = 10.0
+    aging: float = 0.1
     priority_s: float = 10.0
     max_wait_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.max_in_flight < 1 or self.max_queued < 0:
             raise ValueError("admission needs room for one request in flight, and a queue of 0 or more")
-        if not self.aging_s > 0 or self.priority_s < 0 or not self.max_wait_s > 0:
-            raise ValueError("admission needs aging_s and max_wait_s above 0 and priority_s of 0 or more")
+        if not self.aging > 0 or self.priority_s < 0 or not self.max_wait_s > 0:
+            raise ValueError("admission needs aging and max_wait_s above 0 and priority_s of 0 or more")
 
     def shared_by(self, routers: int) -> AdmissionLimits:
         """One of `routers` equal routers' limits: ceil of its share."""
         return AdmissionLimits(
-            -(-self.max_in_flight // routers), -(-self.max_queued // routers), self.aging_s, self.priority_s, self.max_wait_s
+            -(-self.max_in_flight // routers), -(-self.max_queued // routers), self.aging, self.priority_s, self.max_wait_s
         )
 
 
@@ -183,8 +183,8 @@ class Admission:
         return not self.queued and len(self._in_flight) < self._limits.max_in_flight
 
     def _rank(self, ticket: Ticket) -> float:
-        # cost - waited / aging orders like cost + arrived / aging, which doesn't change with time
-        return ticket.cost_s + (ticket.arrived_s - ticket.priority * self._limits.priority_s) / self._limits.aging_s
+        # cost - aging * waited orders like cost + aging * arrived, which doesn't change with time
+        return ticket.cost_s + (ticket.arrived_s - ticket.priority * self._limits.priority_s) * self._limits.aging
 
     def _head(self, tenant: _Tenant) -> tuple[float, int, Ticket]:
         while tenant.queued.get(tenant.heap[0][2].request_id) is not tenant.heap[0][2]:

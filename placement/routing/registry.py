@@ -29,23 +29,21 @@ def make_policy(
     name: str = "cost",
     *,
     cold_ratio: float = 0.1,
-    cold_min_uncached_tokens: int = 2500,
+    cold_min_tokens: int = 2500,
     spill_after_s: float = 2.0,
     chunk_tokens: int = 2048,
     shortest_remaining: bool = True,
-    aging_s: float | None = 10.0,
+    aging: float = 0.1,
 ) -> PrefillPolicy:
     """The policy called `name`; raises ConfigError naming the key that can't be. The defaults are the configuration's."""
     if name not in POLICIES:
         raise ConfigError(f"routing.policy: {name!r} is none of {', '.join(sorted(POLICIES))}", param="routing.policy")
     if not 0 <= cold_ratio <= 1:
         raise ConfigError(f"routing.cold_ratio: {cold_ratio} is not from 0 to 1", param="routing.cold_ratio")
-    for key, value in (("cold_min_uncached_tokens", cold_min_uncached_tokens), ("spill_after_s", spill_after_s)):
+    for key, value in (("cold_min_tokens", cold_min_tokens), ("spill_after_s", spill_after_s), ("aging", aging)):
         if not value >= 0:
             raise ConfigError(f"routing.{key}: {value} is negative", param=f"routing.{key}")
     if chunk_tokens < 1:
         raise ConfigError(f"routing.chunk_tokens: {chunk_tokens} is not positive", param="routing.chunk_tokens")
-    if aging_s is not None and not aging_s > 0:
-        raise ConfigError(f"routing.aging_s: {aging_s} is not positive", param="routing.aging_s")
-    model = CostModel(chunk_tokens=chunk_tokens, shortest_remaining=shortest_remaining, aging=1 / aging_s if aging_s else 0.0)
-    return POLICIES[name](model, ColdRule(cold_ratio, cold_min_uncached_tokens), spill_after_s)
+    model = CostModel(chunk_tokens=chunk_tokens, shortest_remaining=shortest_remaining, aging=aging)
+    return POLICIES[name](model, ColdRule(cold_ratio, cold_min_tokens), spill_after_s)
