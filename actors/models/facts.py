@@ -17,7 +17,19 @@ from cpd_ray.errors import ModelUnavailable
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Plain-attention decoders: RMS norms, rotary positions, grouped heads, a gated MLP."""
 
-_STATE_SPACE = ("mamba", "mamba2", "jamba", "falcon_mamba", "falcon_h1", "bamba", "zamba", "zamba2", "rwkv", "recurrent_gemma", "lfm2")
+_STATE_SPACE = (
+    "mamba",
+    "mamba2",
+    "jamba",
+    "falcon_mamba",
+    "falcon_h1",
+    "bamba",
+    "zamba",
+    "zamba2",
+    "rwkv",
+    "recurrent_gemma",
+    "lfm2",
+)
 _STATE_SPACE_KEYS = ("state_size", "ssm_cfg", "mamba_d_state", "ssm_state_size", "conv_kernel")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
 _LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -30,7 +42,7 @@ class ModelFacts:
     model_type: str
     layers: int
     hidden: int
-    heads: int
+    query_heads: int
     kv_heads: int
     head_dim: int
     vocab_size: int
@@ -50,7 +62,9 @@ def check_supported(config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type", ""))
     reason = _refusal(kind, config)
     if reason:
-        raise ModelUnavailable(f"model type {kind!r} can't be served: {reason}; supported are {', '.join(SUPPORTED)}", param="model")
+        raise ModelUnavailable(
+            f"model type {kind!r} can't be served: {reason}; supported are {', '.join(SUPPORTED)}", param="model"
+        )
 
 
 def _refusal(kind: str, config: Mapping[str, Any]) -> str | None:
@@ -88,7 +102,7 @@ def model_facts(folder: Path) -> ModelFacts:
             model_type=str(config["model_type"]),
             layers=layers,
             hidden=hidden,
-            heads=heads,
+            query_heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             vocab_size=int(config["vocab_size"]),
@@ -99,7 +113,10 @@ def model_facts(folder: Path) -> ModelFacts:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ModelUnavailable(f"the model's config.json lacks or garbles a size ({error})", param="model") from error
-    if min(facts.layers, facts.heads, facts.kv_heads, facts.head_dim, facts.vocab_size) < 1 or facts.heads % facts.kv_heads:
+    if (
+        min(facts.layers, facts.query_heads, facts.kv_heads, facts.head_dim, facts.vocab_size) < 1
+        or facts.query_heads % facts.kv_heads
+    ):
         raise ModelUnavailable("the model's config.json has sizes that no model can have", param="model")
     return facts
 
