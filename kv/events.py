@@ -16,7 +16,7 @@ from cpd_ray.messages import EventsPage, KvEvents
 MAX_BATCH_KEYS = 8192
 """An open batch is closed by itself at this size, so that neither it nor a message grows without a reader."""
 MIN_LOGGED_KEYS = 16_384
-"""A log reaches back at least this many keys; beyond that, only as far as deltas are smaller than a snapshot."""
+"""A source's log may always reach back this many keys; beyond that, only as far as deltas are shorter than a snapshot."""
 
 
 def batch_keys(batch: KvEvents) -> int:
@@ -34,14 +34,13 @@ class BatchLog:
         self._capacity_batches = capacity_batches
         self._batches: deque[KvEvents] = deque()
 
-    def append(self, batch: KvEvents, *, held_keys: int) -> None:
-        """Add the next batch. `held_keys`: the size of a snapshot, which more logged keys than that could not beat."""
+    def append(self, batch: KvEvents, *, limit_keys: int) -> None:
+        """Add the next batch, and drop the oldest beyond the capacity or `limit_keys`."""
         assert batch.sequence == self.sequence + 1, f"batch {batch.sequence} after {self.sequence}"
         self._batches.append(batch)
         self.sequence = batch.sequence
         self.keys += batch_keys(batch)
-        limit = max(held_keys, MIN_LOGGED_KEYS)
-        while len(self._batches) > self._capacity_batches or self.keys > limit:
+        while len(self._batches) > self._capacity_batches or self.keys > limit_keys:
             self.keys -= batch_keys(self._batches.popleft())
 
     def after(self, sequence: int) -> tuple[KvEvents, ...] | None:
@@ -99,13 +98,16 @@ class EventLog:
         removed = b"".join(key for key, is_stored in self._open.items() if not is_stored)
         self._open.clear()
         batch = KvEvents(self.source, self.node, self.epoch, self.sequence + 1, stored=stored, removed=removed)
-        self._log.append(batch, held_keys=len(self._held))
+        self._log.append(batch, limit_keys=max(len(self._held), MIN_LOGGED_KEYS))
 
     def page(self, epoch: int, sequence: int) -> EventsPage:
-        """What came after `sequence` of `epoch`; a snapshot when that epoch is not this one or the log doesn't reach back."""
+        """What came after `sequence` of `epoch`; a snapshot when that epoch is not this one or the log doesn't reach back; a
+        heartbeat when nothing came."""
         self.flush()
         batches = self._log.after(sequence) if epoch == self.epoch else None
-        return EventsPage((self.snapshot(),) if batches is None else batches)
+        if batches is None:
+            return EventsPage((self.snapshot(),))
+        return EventsPage(batches or (self.heartbeat(),))
 
     def snapshot(self) -> KvEvents:
         """All that is held, as one `cleared` batch that stands for every batch so far."""
