@@ -10,7 +10,16 @@ from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from cpd_ray.ids import LeaseId
-from cpd_ray.messages import DecodeChunk, DecodeRequest, EventsAfter, EventsPage, PeerDescriptor, PrefillRequest, PrefillResult, WorkerReport
+from cpd_ray.messages import (
+    DecodeChunk,
+    DecodeRequest,
+    EventsAfter,
+    EventsPage,
+    PeerDescriptor,
+    PrefillRequest,
+    PrefillResult,
+    WorkerReport,
+)
 
 
 class WorkerClient(Protocol):

@@ -73,6 +73,10 @@ class Fleet:
         """Those that have reported lately, draining ones included."""
         return [w for w, m in self._members.items() if self._fresh(m) and (role is None or m.report.role is role)]
 
+    def members(self) -> list[WorkerId]:
+        """All that were ever heard and not found gone."""
+        return list(self._members)
+
     def reports(self) -> list[WorkerReport]:
         """Last report of each."""
         return [m.report for m in self._members.values()]

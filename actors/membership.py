@@ -1,7 +1,7 @@
-"""Keeping the router's fleet and directory true: asks every worker and node what it has and what changed.
+"""Keeping the router's fleet and directory true: asks every worker and node how it is, and what is cached where.
 
-Owns the polling. Decides nothing. Invariant: a source that is gone is forgotten by the fleet and by the directory in the same round,
-and a gap in a source's events leads to its snapshot, never to a guess.
+Owns the polling. Decides nothing. Invariant: who is gone leaves the fleet in the round that finds it gone, and a gap in a source's
+events leads to its snapshot, never to a guess.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Protocol
 from actors.fleet import Client, Fleet
 from cpd_ray.errors import CPDError, PeerGone, WorkerGone
 from cpd_ray.ids import NodeId, SourceId, WorkerId, pool_source, slab_source
-from cpd_ray.messages import EventsAfter, EventsPage, NodeReport
-from kv.directory import Applied, Directory
+from cpd_ray.messages import EventsAfter, EventsPage, NodeReport, WorkerReport
+from kv.directory import UNKNOWN_EPOCH, Applied, Directory
 from kv.node import KvNode
 
 log = logging.getLogger(__name__)
 
-NO_EPOCH = -1
+Ask = Callable[[EventsAfter], Awaitable[EventsPage]]
 
 
 class Roster(Protocol):
@@ -32,97 +32,76 @@ class Roster(Protocol):
     def nodes(self) -> Mapping[NodeId, KvNode]: ...
 
 
-class Follower:
-    """Feeds one directory from sources' event pages, remembering how far it has read each."""
+class Feed(Protocol):
+    """Where the directory's content comes from."""
 
-    def __init__(self, directory: Directory) -> None:
+    async def refresh(self, roster: Roster) -> None:
+        """Take in what has changed since the last call."""
+        ...
+
+
+class SourceFeed:
+    """Straight from the sources: asks each pool and each slab for its events."""
+
+    def __init__(self, directory: Directory, *, timeout_s: float = 2.0) -> None:
         self._directory = directory
-        self._read: dict[SourceId, tuple[int, int]] = {}
+        self._timeout_s = timeout_s
 
-    async def follow(self, source: SourceId, ask: Callable[[EventsAfter], Awaitable[EventsPage]]) -> None:
+    async def refresh(self, roster: Roster) -> None:
+        asks: dict[SourceId, Ask] = {pool_source(w): client.events for w, client in roster.workers().items()}
+        asks |= {slab_source(n): client.events for n, client in roster.nodes().items()}
+        for state in self._directory.sources():
+            if state.source not in asks:
+                self._directory.forget(state.source)
+        self._directory.expire()
+        known = {position.source: position for position in self._directory.positions()}
+        await asyncio.gather(*(self._follow(known.get(source), source, ask) for source, ask in asks.items()))
+
+    async def _follow(self, known: EventsAfter | None, source: SourceId, ask: Ask) -> None:
         """Apply what `source` has to tell since last time; on a gap, its snapshot."""
-        for _ in range(2):
-            epoch, sequence = self._read.get(source, (NO_EPOCH, 0))
-            page = await ask(EventsAfter(source, epoch, sequence))
-            if not any(self._directory.apply(batch) is Applied.GAP for batch in page.batches):
-                if page.batches:
-                    self._read[source] = (page.batches[-1].epoch, page.batches[-1].sequence)
-                return
-            self._read.pop(source, None)
-
-    def forget(self, source: SourceId) -> None:
-        """The source is gone, and with it what it held."""
-        self._read.pop(source, None)
-        self._directory.forget(source)
-
-    def known(self) -> set[SourceId]:
-        return set(self._read)
+        anew = EventsAfter(source, UNKNOWN_EPOCH, 0)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                page = await ask(known or anew)
+                if any(self._directory.apply(batch) is Applied.GAP for batch in page.batches):
+                    for batch in (await ask(anew)).batches:
+                        self._directory.apply(batch)
+        except (WorkerGone, PeerGone):
+            self._directory.forget(source)
+        except (TimeoutError, CPDError) as error:
+            log.warning("no events from %s: %s", source, error or "no answer in time")
 
 
 class Membership:
-    """`timeout_s`: a member that does not answer in time is left out until it does."""
+    """`timeout_s`: how long a member may take to answer; one that doesn't stays as it was last heard, until the fleet calls it stale."""
 
-    def __init__(self, roster: Roster, fleet: Fleet, directory: Directory, *, interval_s: float = 0.2, timeout_s: float = 2.0) -> None:
+    def __init__(self, roster: Roster, fleet: Fleet, feed: Feed, *, interval_s: float = 0.2, timeout_s: float = 2.0) -> None:
         self.roster = roster
         self._fleet = fleet
-        self._follower = Follower(directory)
+        self._feed = feed
         self._interval_s = interval_s
         self._timeout_s = timeout_s
-        self.node_reports: dict[NodeId, NodeReport] = {}
         self._task: asyncio.Task[None] | None = None
+        self.node_reports: dict[NodeId, NodeReport] = {}
         self.on_change: Callable[[], None] = lambda: None
 
     async def refresh(self) -> None:
         """One round over everyone."""
         workers, nodes = dict(self.roster.workers()), dict(self.roster.nodes())
-        for worker in set(self._fleet.workers()) - set(workers):
-            self._worker_gone(worker)
-        known = {pool_source(w) for w in workers} | {slab_source(n) for n in nodes}
-        for source in self._follower.known() - known:
-            self._follower.forget(source)
+        for worker in set(self._fleet.members()) - set(workers):
+            self._fleet.gone(worker)
         for node in set(self.node_reports) - set(nodes):
             del self.node_reports[node]
         await asyncio.gather(
-            *(self.refresh_worker(w, c) for w, c in workers.items()),
-            *(self.refresh_node(n, c) for n, c in nodes.items()),
+            *(self._ask_worker(w, c) for w, c in workers.items()),
+            *(self._ask_node(n, c) for n, c in nodes.items()),
+            self._feed.refresh(self.roster),
         )
         self.on_change()
 
-    async def refresh_worker(self, worker: WorkerId, client: Client) -> None:
-        """One worker's report and events."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                report = await client.report()
-                self._fleet.heard(client, report)
-                await self._follower.follow(pool_source(worker), client.events)
-        except WorkerGone:
-            self._worker_gone(worker)
-        except TimeoutError:
-            log.warning("worker %s did not answer within %s s", worker, self._timeout_s)
-        except CPDError as error:
-            log.warning("worker %s: %s", worker, error)
-
-    async def refresh_node(self, node: NodeId, client: KvNode) -> None:
-        """One node's report and events."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                self.node_reports[node] = await client.report()
-                await self._follower.follow(slab_source(node), client.events)
-        except PeerGone:
-            self.node_reports.pop(node, None)
-            self._follower.forget(slab_source(node))
-        except TimeoutError:
-            log.warning("the cache of node %s did not answer within %s s", node, self._timeout_s)
-        except CPDError as error:
-            log.warning("the cache of node %s: %s", node, error)
-
-    def _worker_gone(self, worker: WorkerId) -> None:
-        self._fleet.gone(worker)
-        self._follower.forget(pool_source(worker))
-
     def worker_died(self, worker: WorkerId) -> None:
         """A caller found it dead before a round did."""
-        self._worker_gone(worker)
+        self._fleet.gone(worker)
         self.on_change()
 
     async def start(self) -> None:
@@ -131,11 +110,41 @@ class Membership:
         self._task = asyncio.create_task(self._loop(), name="membership")
 
     async def stop(self) -> None:
+        """No more rounds."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
             self._task = None
+
+    async def settled(self) -> None:
+        """Return when all that was computed is written down and known here, copies between nodes included."""
+        while True:
+            await self.refresh()
+            if not any(r.unwritten_blocks for r in self._fleet.reports()) and not any(
+                n.copying for n in self.node_reports.values()
+            ):
+                await self.refresh()
+                return
+            await asyncio.sleep(self._interval_s / 4)
+
+    async def _ask_worker(self, worker: WorkerId, client: Client) -> None:
+        try:
+            report: WorkerReport = await asyncio.wait_for(client.report(), self._timeout_s)
+        except WorkerGone:
+            self._fleet.gone(worker)
+        except (TimeoutError, CPDError) as error:
+            log.warning("no report from worker %s: %s", worker, error or "no answer in time")
+        else:
+            self._fleet.heard(client, report)
+
+    async def _ask_node(self, node: NodeId, client: KvNode) -> None:
+        try:
+            self.node_reports[node] = await asyncio.wait_for(client.report(), self._timeout_s)
+        except PeerGone:
+            self.node_reports.pop(node, None)
+        except (TimeoutError, CPDError) as error:
+            log.warning("no report from the cache of node %s: %s", node, error or "no answer in time")
 
     async def _loop(self) -> None:
         while True:

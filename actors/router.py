@@ -71,7 +71,13 @@ class Router:
     """`routers`: how many equal routers share `max_in_flight`. `seeds`: where a request without a seed gets one."""
 
     def __init__(
-        self, model: ServedModel, around: Surroundings, runtime: RuntimeConfig, *, routers: int = 1, seeds: random.Random | None = None
+        self,
+        model: ServedModel,
+        around: Surroundings,
+        runtime: RuntimeConfig,
+        *,
+        routers: int = 1,
+        seeds: random.Random | None = None,
     ) -> None:
         self.model = model
         self.membership = around.membership
@@ -261,9 +267,7 @@ class Router:
             if node is None:
                 raise Unavailable("the cache of the worker's node is gone; try again")
             pinned = await node.pin(PinBlocks(flight.keys[-1].hex() if flight.keys else "", join_keys(flight.keys), ttl_s))
-            return Warmed(
-                request.prompt_tokens, len(flight.keys), pinned, decision.chosen.worker, report.node, result.cached.total
-            )
+            return Warmed(request.prompt_tokens, len(flight.keys), pinned, decision.chosen.worker, report.node, result.cached.total)
 
 
 def _limits(runtime: RuntimeConfig, routers: int) -> AdmissionLimits:

@@ -51,6 +51,12 @@ class ContextLengthExceeded(InvalidRequest):
         super().__init__(message, param=param, code=code)
 
 
+class RequestTooLarge(InvalidRequest):
+    """Body or headers are longer than what is read at all."""
+
+    status = 413
+
+
 class DuplicateRequest(InvalidRequest):
     """A request with this id is in flight."""
 
@@ -62,6 +68,13 @@ class Unauthorized(CPDError):
 
     status = 401
     kind = "authentication_error"
+
+
+class Forbidden(CPDError):
+    """The key is known, but does not allow this."""
+
+    status = 403
+    kind = "permission_error"
 
 
 class UnknownModel(CPDError):

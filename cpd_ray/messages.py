@@ -48,6 +48,7 @@ class RegionDescriptor:
     slot_bytes: int
     extent_slots: tuple[int, ...]
     extent_addresses: tuple[int, ...]
+    device: int | None = None
 
 
 # -- KV-cache actor (one a node): the slab's protocol ----------------------------------------------------------------
@@ -129,11 +130,14 @@ class SlabCounts:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
+    """`copies_in`: blocks pulled from other nodes so far, `copying`: being pulled now; `evictions`, `leases_lapsed`: so far."""
+
     node: NodeId
     epoch: int
     slots: SlabCounts
     evictions: int = 0
     copies_in: int = 0
+    copying: int = 0
     leases_lapsed: int = 0
 
 
@@ -328,6 +332,7 @@ class WorkerReport:
     block_size: int
     fetch_bytes_per_s: dict[str, float]
     seen: dict[str, int] = field(default_factory=dict)
+    unwritten_blocks: int = 0
     model: str = ""
     queue_s: tuple[float, ...] = ()
     queue_age_s: tuple[float, ...] = ()

@@ -169,7 +169,8 @@ class RequestTrace:
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """Some tokens of the answer. `index`: position of the first of them in the answer. The last chunk has `finish_reason`,
-    `usage` and `trace`, and may hold no token."""
+    `usage` and `trace`, and may hold no token. Earlier chunks may carry `usage` and `trace` as known by then: who closes the
+    answer early (a stop string) has no last chunk to read them from."""
 
     request_id: RequestId
     index: int

@@ -1,4 +1,4 @@
-"""What a process of a local cluster is told when it starts, and the service by which it is known ready.
+"""What a process of a local cluster is told when it starts.
 
 Invariant: a spec is all that a process needs; it inherits nothing but its standard streams.
 """
@@ -6,28 +6,31 @@ Invariant: a spec is all that a process needs; it inherits nothing but its stand
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from cpd_ray.ids import NodeId, WorkerId
 from cpd_ray.types import Role
 from kv.shared import SharedSlab
 
+Peers: TypeAlias = dict[NodeId, str]
+"""Sockets of KV caches by node."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
-    """A KV-cache process: `config` as YAML-able mapping; `peers`: sockets of the other nodes' caches."""
+    """A KV-cache process: `config` as a YAML-able mapping; `peers`: the other nodes' caches."""
 
     node: NodeId
     socket: str
     config: dict[str, Any]
     slab_slots: int
     epoch: int
-    peers: dict[NodeId, str]
+    peers: Peers
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker process: `nodes`: sockets of all caches, its own node's among them."""
+    """A worker process: `nodes`: all caches, its own node's among them."""
 
     worker: WorkerId
     role: Role
@@ -35,7 +38,7 @@ class WorkerSpec:
     socket: str
     config: dict[str, Any]
     epoch: int
-    nodes: dict[NodeId, str]
+    nodes: Peers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,3 @@ class SlabHost(Protocol):
     """How workers of a node find the bytes of its slab."""
 
     async def shared_slab(self) -> SharedSlab: ...
-
-
-class Starter(Protocol):
-    """`meet`: called once all processes are up, so that they learn each other before the first request."""
-
-    async def meet(self) -> None: ...
-
-    async def drain(self) -> None: ...

@@ -1,0 +1,189 @@
+"""A CPD cluster of plain processes on this machine, without Ray: KV caches and workers as children, the router here.
+
+Owns the children and their sockets. Invariant: leaving the context ends every child and removes every socket, on every path; children
+also end by themselves when this process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+
+from actors import build
+from actors.clients import DecodeClient, PrefillClient
+from actors.fleet import Client, Fleet
+from actors.local.spec import NodeSpec, ProcessSpec, WorkerSpec
+from actors.local.wire import Connection
+from actors.membership import Membership, SourceFeed
+from actors.router import Router, Surroundings
+from cpd_ray.clock import SystemClock
+from cpd_ray.config import CPDConfig
+from cpd_ray.errors import ModelUnavailable, PeerGone, WorkerGone
+from cpd_ray.ids import NodeId, WorkerId
+from cpd_ray.types import Role
+from kv.directory import Directory
+from kv.node import KvNode
+
+log = logging.getLogger(__name__)
+START_S = 180.0
+STOP_S = 20.0
+DEFAULT_SLAB_MIB = 512
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlan:
+    """A node of the local cluster and the roles of its workers."""
+
+    name: str
+    roles: tuple[Role, ...]
+
+
+TWO_NODES = (NodePlan("n0", (Role.PRE_PREFILL,)), NodePlan("n1", (Role.PREFILL, Role.DECODE)))
+"""Cold prompts on one node, warm ones and decode on the other: so that all three tiers are real."""
+
+
+@dataclass(slots=True)
+class _Child:
+    process: asyncio.subprocess.Process
+    spec: ProcessSpec
+    socket: str
+
+
+class LocalCluster:
+    """`async with LocalCluster(config) as cluster: async for chunk in cluster.router.generate(...)`."""
+
+    def __init__(self, config: CPDConfig, nodes: Sequence[NodePlan] = TWO_NODES, *, slab_mib: int | None = None) -> None:
+        self.config = config
+        self._plans = tuple(nodes)
+        self._slab_bytes = (slab_mib or int((config.slab.gib or 0) * 1024) or DEFAULT_SLAB_MIB) * 2**20
+        self._folder = Path(tempfile.mkdtemp(prefix="cpd-"))
+        self._children: dict[str, _Child] = {}
+        self._connections: dict[str, Connection] = {}
+        self._nodes: dict[NodeId, KvNode] = {}
+        self._workers: dict[WorkerId, Client] = {}
+        self._epoch = 1
+        self.clock = SystemClock()
+        self.directory = Directory(clock=self.clock)
+        self.router: Router
+
+    # -- what membership asks ----------------------------------------------------------------------------------------
+
+    def workers(self) -> Mapping[WorkerId, Client]:
+        return self._workers
+
+    def nodes(self) -> Mapping[NodeId, KvNode]:
+        return self._nodes
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> LocalCluster:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.router.close()
+        await self._stop()
+
+    async def _start(self) -> None:
+        facts = build.facts_of(self.config)  # prepares the model once, before the children all want it
+        layout = build.layout_of(self.config, facts)
+        config = self.config.model_dump(mode="json")
+        sockets = {NodeId(p.name): str(self._folder / f"{p.name}.kv") for p in self._plans}
+        specs: list[ProcessSpec] = []
+        for plan in self._plans:
+            node = NodeId(plan.name)
+            peers = {n: s for n, s in sockets.items() if n != node}
+            slots = self._slab_bytes // layout.block_bytes
+            specs.append(ProcessSpec(node=NodeSpec(node, sockets[node], config, slots, self._epoch, peers)))
+        await asyncio.gather(*(self._spawn(s) for s in specs))
+        workers = []
+        for plan in self._plans:
+            for index, role in enumerate(plan.roles):
+                name = WorkerId(f"{plan.name}-{role.replace('_', '-')}-{index}")
+                socket = str(self._folder / f"{name}.sock")
+                workers.append(ProcessSpec(worker=WorkerSpec(name, role, NodeId(plan.name), socket, config, self._epoch, sockets)))
+        await asyncio.gather(*(self._spawn(s) for s in workers))
+        await self._introduce()
+        fleet = Fleet("router", self.clock, bytes_per_token=layout.bytes_per_token)
+        membership = Membership(self, fleet, SourceFeed(self.directory))
+        around = Surroundings(membership, fleet, self.directory, self.clock)
+        self.router = Router(build.served_model(self.config, facts), around, self.config.runtime, seeds=random.Random(0))
+        await membership.start()
+
+    async def _introduce(self) -> None:
+        """Everyone meets whom they may read from, before the first request does."""
+        described = await asyncio.gather(
+            *(client.describe() for client in self._nodes.values()), *(client.describe() for client in self._workers.values())
+        )
+        for client in self._workers.values():
+            for peer in described:
+                await client.connect(peer)
+
+    async def _spawn(self, spec: ProcessSpec) -> None:
+        part = spec.node or spec.worker
+        assert part is not None, "an empty spec"
+        name = str(spec.worker.worker if spec.worker else part.node)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "actors.local.process", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        )  # fmt: skip
+        self._children[name] = _Child(process, spec, part.socket)
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(spec) + b"\n")
+        async with asyncio.timeout(START_S):
+            if await process.stdout.readline() != b"ready\n":
+                raise ModelUnavailable(f"{name} ended while starting; its error is above")
+        connection = Connection(part.socket, WorkerGone if spec.worker else PeerGone)
+        self._connections[name] = connection
+        if spec.worker is None:
+            self._nodes[part.node] = connection.client(KvNode, node=part.node)
+        else:
+            protocol: type[Client] = DecodeClient if spec.worker.role is Role.DECODE else PrefillClient
+            self._workers[spec.worker.worker] = connection.client(protocol)
+
+    async def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal to a worker's or node's process (for tests of what then happens)."""
+        child = self._children[name]
+        child.process.send_signal(how)
+        if how is signal.SIGKILL:
+            await child.process.wait()
+            if child.spec.worker is not None:
+                for node in self._nodes.values():
+                    await node.writer_gone(name)
+
+    async def _stop(self) -> None:
+        for connection in self._connections.values():
+            await connection.close()
+        for child in self._children.values():
+            if child.process.stdin is not None:
+                child.process.stdin.close()
+        for child in self._children.values():
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await child.process.wait()
+            except TimeoutError:
+                log.warning("process %d does not end; killing it", child.process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    child.process.kill()
+                await child.process.wait()
+        self._children.clear()
+        self._workers.clear()
+        self._nodes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
