@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv.memory import SlottedMemory
+from kv.transport.base import Span
 
 Slots = Sequence[int] | npt.NDArray[np.int64]
 
@@ -37,15 +38,28 @@ def copy_slots(source: SlottedMemory, source_slots: Slots, into: SlottedMemory, 
 
     Raises ValueError when the slots differ in number or size, or a memory lies on a device; IndexError for a slot outside.
     """
-    if source.slot_bytes != into.slot_bytes or len(source_slots) != len(into_slots):
-        raise ValueError("both sides of a copy need equally many slots of the same size")
-    if any(extent.device is not None for extent in (*source.extents, *into.extents)):
-        raise ValueError("memory on a device is not copied by the CPU")
-    runs = merged_runs(source.addresses(source_slots), into.addresses(into_slots), source.slot_bytes)
+    if source.slot_bytes != into.slot_bytes:
+        raise ValueError(f"slots of {source.slot_bytes} and {into.slot_bytes} bytes")
+    whole = Span(0, source.slot_bytes)
+    return copy_spans(source, source_slots, whole, into, into_slots, whole)
+
+
+def copy_spans(
+    source: SlottedMemory, source_slots: Slots, source_span: Span, into: SlottedMemory, into_slots: Slots, into_span: Span
+) -> int:
+    """The same for a part of each slot. The spans must be equally long and lie within the slots."""
+    if len(source_slots) != len(into_slots) or source_span.nbytes != into_span.nbytes:
+        raise ValueError("both sides of a copy need equally many slots and spans of the same size")
+    for memory, span in ((source, source_span), (into, into_span)):
+        if not 0 <= span.offset <= span.offset + span.nbytes <= memory.slot_bytes:
+            raise ValueError(f"{span} does not lie within a slot of {memory.slot_bytes} bytes")
+        if any(extent.device is not None for extent in memory.extents):
+            raise ValueError("memory on a device is not copied by the CPU")
+    start, to = source.addresses(source_slots) + source_span.offset, into.addresses(into_slots) + into_span.offset
     move = ctypes.memmove  # releases the GIL
-    for start, to, nbytes in zip(*(part.tolist() for part in runs), strict=True):
-        move(to, start, nbytes)
-    return len(source_slots) * source.slot_bytes
+    for a, b, nbytes in zip(*(part.tolist() for part in merged_runs(start, to, source_span.nbytes)), strict=True):
+        move(b, a, nbytes)
+    return len(source_slots) * source_span.nbytes
 
 
 def checksums(memory: SlottedMemory, slots: Slots) -> tuple[int, ...]:
