@@ -1,0 +1,107 @@
+"""One small Ray cluster (two nodes) with Serve for all tests here; it leaves nothing behind.
+
+The cluster has a folder of its own, so that other clusters of the machine (and their address file) are not touched. Its processes run in
+Serve's quick mode (see `actors.launcher`); the test process does not, so that both ways of a handle's life are tried.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray import serve
+from ray._private.state import actors
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STORE_BYTES = 256 * 2**20
+SHARED_MEMORY = Path("/dev/shm")
+
+CLUSTER_ENV = {
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.ray)
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """`nodes`: Ray's ids of the two nodes, the driver's first."""
+
+    address: str
+    nodes: tuple[str, str]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayCluster]:
+    memory_before, running_before = set(SHARED_MEMORY.iterdir()), set(_descendants())
+    folder = tempfile.mkdtemp(prefix="cpd-test-")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**CLUSTER_ENV, "RAY_TMPDIR": folder}.items():
+            patch.setenv(name, value)
+        arguments = {"num_cpus": 16, "object_store_memory": STORE_BYTES}
+        started = Cluster(initialize_head=True, head_node_args={**arguments, "include_dashboard": False})
+        try:
+            started.add_node(**arguments)
+            ray.init(address=started.address, log_to_driver=False)
+            mine = ray.get_runtime_context().get_node_id()
+            (other,) = (n["NodeID"] for n in ray.nodes() if n["NodeID"] != mine)
+            serve.start(proxy_location="Disabled")
+            yield RayCluster(started.address, (mine, other))
+            serve.shutdown()
+            _check_nothing_runs()
+        finally:
+            spawned = [p for pid, p in _descendants().items() if pid not in running_before]
+            ray.shutdown()
+            started.shutdown()
+            _, alive = psutil.wait_procs(spawned, timeout=20)
+            for process in alive:
+                process.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+    assert not alive, f"processes left behind: {alive}"
+    left = set(SHARED_MEMORY.iterdir()) - memory_before
+    assert not left, f"shared memory left behind: {left}"
+
+
+def _descendants() -> dict[int, psutil.Process]:
+    return {p.pid: p for p in psutil.Process().children(recursive=True)}
+
+
+def _check_nothing_runs() -> None:
+    running = [a["ActorClassName"] for a in actors().values() if a["State"] != "DEAD"]
+    assert not running, f"actors left behind: {running}"
+    groups = [g for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    assert not groups, f"placement groups left behind: {groups}"
+
+
+@pytest.fixture
+def deploy(cluster: RayCluster) -> Iterator[Callable[..., Any]]:
+    """`deploy(application, name)`: run an application for one test; returns its ingress deployment's handle."""
+    names: list[str] = []
+
+    def run(application: Any, name: str) -> Any:
+        names.append(name)
+        return serve.run(application, name=name, route_prefix=None)
+
+    yield run
+    for name in names:
+        serve.delete(name)
