@@ -1,49 +1,48 @@
-"""Which leading tokens of a request were never computed for it, and by which tier each was spared: exact to the token.
+"""Which of a request's tokens were never computed for it, and by which tier each was spared: exact to the token.
 
-Owns that count through preemption and resumption. Invariant: the runs cover [0, spared) without overlap, and no token that was
-computed for the request once is ever counted as cached, wherever it comes from later.
+Owns that count through preemption and resumption, by a mark for each token. Invariant: a token that was computed for the request
+once is never counted as cached, wherever its KV comes from later.
 """
 
 from __future__ import annotations
 
 from cpd_ray.types import CachedTokens, Tier
 
+_UNKNOWN, _COMPUTED = 0, 255
+_MARKS = {tier: mark for mark, tier in enumerate(Tier, start=1)}
 
-class CachedRuns:
-    """Runs of leading tokens, each from one tier, in order."""
 
-    __slots__ = ("_computed_from", "_runs")
+def _replacing(marks: dict[int, int]) -> bytes:
+    return bytes(marks.get(mark, mark) for mark in range(256))
 
-    def __init__(self) -> None:
-        self._runs: list[tuple[Tier, int]] = []
-        self._computed_from: int | None = None
 
-    @property
-    def spared(self) -> int:
-        """Leading tokens that were not computed."""
-        return self._runs[-1][1] if self._runs else 0
+_SPARE = {tier: _replacing({_UNKNOWN: mark}) for tier, mark in _MARKS.items()}
+_LOSE = _replacing(dict.fromkeys(_MARKS.values(), _UNKNOWN))
 
-    def extend(self, tier: Tier, stop: int) -> None:
-        """Tokens up to `stop` came from `tier`, as far as they were not counted or computed before."""
-        if self._computed_from is not None:
-            stop = min(stop, self._computed_from)
-        if stop > self.spared:
-            self._runs.append((tier, stop))
+
+class CachedMarks:
+    """For the first `tokens` tokens; what lies beyond them is ignored."""
+
+    __slots__ = ("_marks",)
+
+    def __init__(self, tokens: int) -> None:
+        self._marks = bytearray(tokens)
+
+    def spare(self, tier: Tier, stop: int) -> None:
+        """`tier` had the tokens before `stop`, as far as they were not accounted for."""
+        self._marks[:stop] = self._marks[:stop].translate(_SPARE[tier])
 
     def lose(self, stop: int) -> None:
-        """The KV was given up, and only [0, stop) of it is still there: the rest counts anew, by how it comes back."""
-        self._runs = [(tier, min(end, stop)) for (tier, end), start in zip(self._runs, self._starts(), strict=True) if start < stop]
+        """Only the KV of [0, stop) is still held: the rest counts anew, by how it comes back."""
+        self._marks[stop:] = self._marks[stop:].translate(_LOSE)
 
-    def computed(self, start: int) -> None:
-        """Tokens from `start` on have been computed."""
-        self._computed_from = start if self._computed_from is None else min(self._computed_from, start)
+    def compute(self, start: int, stop: int) -> None:
+        """Tokens [start, stop) have been computed."""
+        stop = min(stop, len(self._marks))
+        if stop > start:
+            self._marks[start:stop] = bytes((_COMPUTED,)) * (stop - start)
 
     def count(self) -> CachedTokens:
         """Tokens by tier."""
-        tokens = dict.fromkeys(Tier, 0)
-        for (tier, stop), start in zip(self._runs, self._starts(), strict=True):
-            tokens[tier] += stop - start
-        return CachedTokens(pool=tokens[Tier.POOL], node=tokens[Tier.NODE], cluster=tokens[Tier.CLUSTER])
-
-    def _starts(self) -> list[int]:
-        return [0, *(stop for _, stop in self._runs[:-1])] if self._runs else []
+        pool, node, cluster = (self._marks.count(_MARKS[tier]) for tier in (Tier.POOL, Tier.NODE, Tier.CLUSTER))
+        return CachedTokens(pool, node, cluster)

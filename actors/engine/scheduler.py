@@ -98,6 +98,7 @@ class Scheduler:
             sequence.move(Event.RUN, self._clock.now_s())
         else:
             self._tables.drop(sequence)
+            sequence.claim = None
             sequence.move(Event.PREEMPT, self._clock.now_s())
             self._tables.look(sequence)
 
@@ -151,7 +152,8 @@ class Scheduler:
     def _advance(self, sequence: Sequence, part: SequenceStep, sampled: Sampled | None) -> EngineOutput | None:
         sequence.computed += len(part.tokens)
         sequence.computed_tokens += len(part.tokens)
-        sequence.cached.computed(part.start)
+        if not sequence.generated:  # told with the first token
+            sequence.cached.compute(part.start, sequence.computed)
         if sampled is not None and sampled.error is not None:
             return self._finish(sequence, error=sampled.error)  # its KV is suspect: nothing of this step is committed
         self._tables.commit(sequence)

@@ -1,7 +1,7 @@
 """One pass of the scheduler: from all live sequences to the next step's chunks and the fetches to begin.
 
 Owns the choice and its consequences on phases and block tables (beginning, growing, preempting); lives for one pass, and knows no
-request's end. Invariant: whoever is preempted stands behind the one it makes room for, so the best-placed sequence always proceeds.
+request's end. Invariant: whoever is preempted has a lesser claim than the one it makes room for, so the best claim always proceeds.
 """
 
 from __future__ import annotations
@@ -61,9 +61,16 @@ class SchedulingPass:
             )
         return known
 
+    def _claim(self, sequence: Sequence) -> Standing:
+        """Its right to blocks: never worse than the standing with which it got them. Else a sequence that finds less cached than it hoped
+        would lose its blocks to one that hopes, which finds no more, and so on for ever."""
+        standing_now = self._standing(sequence)
+        return standing_now if sequence.claim is None else min(sequence.claim, standing_now)
+
     def _work(self, sequence: Sequence) -> Work:
         if sequence.phase is not Phase.WAITING:
-            return Work(sequence.computed, sequence.known)
+            # a decode has no prompt to compute; its context must not put it behind later ones
+            return Work(sequence.known if sequence.remaining == 1 else sequence.computed, sequence.known)
         spared = max(sequence.expected, self._tables.may_fetch(sequence))
         return Work(spared * self._tables.block_size, sequence.known)
 
@@ -92,7 +99,7 @@ class SchedulingPass:
                 self._tables.grow(sequence)
             return decodes
         ready = []
-        for sequence in sorted(decodes, key=self._standing):
+        for sequence in sorted(decodes, key=self._claim):
             if sequence.phase is not Phase.RUNNING:
                 continue  # made room for a better-placed one
             if self._tables.grow(sequence) or (self._make_room(1, sequence, decodes_too=True) and self._tables.grow(sequence)):
@@ -134,36 +141,31 @@ class SchedulingPass:
             self._room = False
             return
         # each sequence in the batch may need a block soon: beginning on the last ones would only get it preempted
-        spare = self._active
-        begun, needed = self._tables.begin(sequence, spare)
+        begun, needed = self._tables.begin(sequence, spare=self._active)
         while begun is Begun.NO_ROOM and self._make_room(needed, sequence, decodes_too=False):
-            spare = self._active
-            begun, needed = self._tables.begin(sequence, spare)
-        if begun is Begun.READY:
-            sequence.move(Event.RUN, self._now_s)
+            begun, needed = self._tables.begin(sequence, spare=self._active)
+        self._room = begun is not Begun.NO_ROOM
+        if begun is Begun.READY or begun is Begun.FETCHING:
+            sequence.claim = self._standing(sequence)
+            sequence.move(Event.RUN if begun is Begun.READY else Event.FETCH, self._now_s)
             self._active += 1
-        elif begun is Begun.FETCHING:
-            sequence.move(Event.FETCH, self._now_s)
-            self._active += 1
-            assert sequence.fetch is not None
-            self._fetches.append(sequence.fetch)
-        elif begun is Begun.NO_ROOM:
-            self._room = False
+            if sequence.fetch is not None:
+                self._fetches.append(sequence.fetch)
 
     # -- room --------------------------------------------------------------------------------------------------------
 
     def _make_room(self, needed: int, sequence: Sequence, *, decodes_too: bool) -> bool:
-        """Preempt from the back, only sequences behind `sequence`, until `needed` blocks are available. False, having preempted nobody,
-        when even all of them would not do."""
+        """Preempt from the back, only sequences with a lesser claim than `sequence`, until `needed` blocks are available. False, having
+        preempted nobody, when even all of them would not do."""
         available = self._tables.pool.available
         behind = [
             s
             for s in self._live.values()
-            if s.phase is Phase.RUNNING and (decodes_too or s.remaining > 1) and self._standing(s) > self._standing(sequence)
+            if s.phase is Phase.RUNNING and (decodes_too or s.remaining > 1) and self._claim(s) > self._claim(sequence)
         ]
         if not behind or available() + sum(len(s.blocks) for s in behind) < needed:
             return False
-        for victim in sorted(behind, key=self._standing, reverse=True):
+        for victim in sorted(behind, key=self._claim, reverse=True):
             self._preempt(victim)
             if available() >= needed:
                 break
@@ -172,6 +174,7 @@ class SchedulingPass:
     def _preempt(self, victim: Sequence) -> None:
         self._tables.drop(victim)
         victim.move(Event.PREEMPT, self._now_s)
+        victim.claim = None
         victim.preemptions += 1
         self._preempted.add(victim.id)
         self._active -= 1

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
-from actors.engine.cached import CachedRuns
+from actors.engine.cached import CachedMarks
 from actors.engine.interface import EngineRequest, FetchPlan
+from actors.engine.ordering import Standing
 from cpd_ray.ids import BlockId, BlockKey, RequestId
 from cpd_ray.tokens import TOKEN_BYTES
 from kv import keys as kv_keys
@@ -60,8 +61,9 @@ _PHASE_NAMES = {Phase.WAITING: "queue", Phase.FETCHING: "fetch", Phase.RUNNING: 
 
 
 class Sequence:
-    """`serial` breaks ties of arrival. `settled` leading blocks are committed, or private for good; `fetchable` leading blocks may lie
-    in a lower tier; `expected` ones are believed to be in the pool, `joined` ones to be there or being computed by another."""
+    """`serial` breaks ties of arrival. `settled` leading blocks are committed; `fetchable` leading blocks may lie
+    in a lower tier; `expected` ones are believed to be in the pool, `joined` ones to be there or being computed by another.
+    `claim`: the standing with which it got its blocks."""
 
     __slots__ = (
         "_buffer",
@@ -70,6 +72,7 @@ class Sequence:
         "arrival_s",
         "blocks",
         "cached",
+        "claim",
         "computed",
         "computed_tokens",
         "expected",
@@ -108,11 +111,12 @@ class Sequence:
         self.blocks: list[BlockId] = []
         self.keys: list[BlockKey] = list(request.keys)
         self.settled = 0
+        self.claim: Standing | None = None
         self.fetchable = request.may_fetch_blocks
         self.fetch: FetchPlan | None = None
         self.expected = 0
         self.joined = 0
-        self.cached = CachedRuns()
+        self.cached = CachedMarks(self.known)
 
     def move(self, event: Event, now_s: float) -> None:
         """Enter the phase that `event` leads to, and book the time spent in the one left."""
@@ -153,9 +157,14 @@ class Sequence:
     def key(self, block: int, block_size: int) -> BlockKey:
         """The key of one of its full blocks; a generated block's is computed when first asked for."""
         if block >= len(self.keys):
+            self.name_blocks(block_size)
+        return self.keys[block]
+
+    def name_blocks(self, block_size: int) -> None:
+        """Have a key for every full block of known tokens."""
+        if len(self.keys) < self.known // block_size:
             tail = self._view[len(self.keys) * block_size : self.known]
             self.keys += kv_keys.block_keys(self.keys[-1] if self.keys else BlockKey(self.request.root), tail, block_size)
-        return self.keys[block]
 
     def check(self, block_size: int) -> None:
         """Assert what holds between two steps."""

@@ -1,7 +1,7 @@
 """What sequences hold in the pool: how a block table is begun, grown, committed, and given up.
 
 Owns every pool call that the scheduler makes, so that references balance in one file; orders nothing. Invariant: a sequence's table
-references each of its blocks once, leading committed ones shared, the rest its own.
+references each of its blocks once; the settled ones are the pool's blocks of their keys, maybe shared, the rest are its own.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class BlockTables:
 
     def look(self, sequence: Sequence) -> None:
         """Estimate anew what the pool would spare the sequence, alone (`expected`) and with what is being computed (`joined`)."""
+        sequence.name_blocks(self.block_size)
         limit = self.usable(sequence)
         sequence.expected = sequence.joined = self.pool.match(sequence.keys[:limit])
         while sequence.joined < limit and self.pool.computing(sequence.keys[sequence.joined]):
@@ -87,7 +88,7 @@ class BlockTables:
         sequence.computed = matched * self.block_size
         sequence.settled = matched
         sequence.cached.lose(sequence.computed)
-        sequence.cached.extend(Tier.POOL, sequence.computed)
+        sequence.cached.spare(Tier.POOL, sequence.computed)
         self._announce(sequence, range(matched, sequence.known // self.block_size))
         sequence.fetch = self._plan_fetch(sequence)
         return (Begun.FETCHING if sequence.fetch else Begun.READY), 0
@@ -144,12 +145,12 @@ class BlockTables:
             self._commit_one(sequence, block)
             sequence.settled = block + 1
             sequence.computed = sequence.settled * self.block_size
-            sequence.cached.extend(Tier(tier), sequence.computed)
+            sequence.cached.spare(Tier(tier), sequence.computed)
         complete = sequence.settled == self.usable(sequence)
         if result.tail and complete and plan.tail_block is not None and plan.tail_block not in poisoned:
             sequence.computed = sequence.known - 1
             # the handover is another worker's pool: the tail came the way its neighbour did
-            sequence.cached.extend(Tier(result.landed[-1]) if result.landed else Tier.CLUSTER, sequence.computed)
+            sequence.cached.spare(Tier(result.landed[-1]) if result.landed else Tier.CLUSTER, sequence.computed)
         return self._replace(sequence, poisoned)
 
     def _replace(self, sequence: Sequence, poisoned: frozenset[BlockId]) -> bool:
@@ -178,9 +179,15 @@ class BlockTables:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _commit_one(self, sequence: Sequence, block: int) -> bool:
-        key = sequence.key(block, self.block_size)
-        return self.pool.commit(sequence.blocks[block], key, sequence.keys[block - 1] if block else None)
+    def _commit_one(self, sequence: Sequence, place: int) -> bool:
+        """False when the pool had the key by now: then that block takes the place of the sequence's own, which would be a second copy and
+        would leave the first one's chain in parts, of which the pool could evict none."""
+        key, mine = sequence.key(place, self.block_size), sequence.blocks[place]
+        if self.pool.commit(mine, key, sequence.keys[place - 1] if place else None):
+            return True
+        sequence.blocks[place] = self.pool.acquire((key,))[0]
+        self.pool.release((mine,))
+        return False
 
     def _tell(self, sequence: Sequence, start: int, stop: int) -> None:
         if stop > start:

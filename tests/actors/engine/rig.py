@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.engine.fakes import FakePort, FakeRunner, oracle
+from actors.engine.fakes import FAKE_COST, FakePort, FakeRunner, oracle
 from actors.engine.interface import EngineOutput, EngineRequest, FetchPlan, FetchResult
 from actors.engine.plan import StepPlan
 from actors.engine.scheduler import Scheduler
@@ -20,6 +20,8 @@ from kv.keys import block_keys, root_key
 from kv.pool import BlockPool
 
 VOCAB = 1000
+TOKEN_BOUND = StepCost(base_s=1e-4, per_token_s=1e-4, per_attention_s=1e-9, per_sequence_s=1e-5)
+"""A machine on which a chunk's tokens cost far more than the step around them, as on a CPU."""
 ROOT = root_key(model="fake", revision=None, dtype="none", block_size=4)
 
 
@@ -27,7 +29,7 @@ ROOT = root_key(model="fake", revision=None, dtype="none", block_size=4)
 class KnownCost:
     """A cost model that has nothing to learn."""
 
-    cost: StepCost = StepCost(1e-3, 1e-5, 1e-9, 1e-5)  # noqa: RUF009
+    cost: StepCost
 
     def observe(self, new_tokens: int, attention: float, sequences: int, seconds: float) -> None:
         assert seconds > 0
@@ -42,15 +44,15 @@ class Rig:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(step_tokens=64, chunk_tokens=16))
     eos: frozenset[int] = frozenset()
     max_model_len: int = 4096
+    cost: StepCost = FAKE_COST
 
     def __post_init__(self) -> None:
         self.clock = ManualClock()
         self.pool = BlockPool(self.blocks, clock=self.clock)
-        self.runner = FakeRunner(self.blocks, self.block_size, VOCAB, clock=self.clock)
+        self.runner = FakeRunner(self.blocks, self.block_size, VOCAB, clock=self.clock, cost=self.cost)
         self.port = FakePort(self.runner)
         shape = EngineShape(self.block_size, VOCAB, self.max_model_len, self.eos)
-        cost = KnownCost(self.runner.cost)
-        self.scheduler = Scheduler(self.pool, shape, self.config, self.clock, cost, self.port.committed)
+        self.scheduler = Scheduler(self.pool, shape, self.config, self.clock, KnownCost(self.cost), self.port.committed)
         self.outputs: dict[RequestId, list[EngineOutput]] = {}
         self.fetches: list[FetchPlan] = []
         self.plans: list[StepPlan] = []
