@@ -70,9 +70,9 @@ class _Source:
 
 
 class Directory:
-    """`timeout_s`: a source unheard for that long is forgotten by `expire`. `max_keys` bounds the memory (about 150 bytes a key)."""
+    """`timeout_s`: a source unheard for that long is forgotten by `expire`. `max_keys` bounds the memory (about 100 bytes a key)."""
 
-    def __init__(self, *, clock: Clock, timeout_s: float = 30.0, max_keys: int = 4_000_000) -> None:
+    def __init__(self, *, clock: Clock, timeout_s: float = 30.0, max_keys: int = 2_000_000) -> None:
         assert timeout_s > 0, "every source would be silent at once"
         self._clock = clock
         self._timeout_s = timeout_s
@@ -183,14 +183,14 @@ class Directory:
     def snapshot(self, source: SourceId) -> KvEvents:
         """All that is known of one source, as one `cleared` batch; raises KeyError when it is unknown."""
         known = self._sources[source]
-        stored = b"".join(self._table.keys_of(known.bit))
+        stored = self._table.keys_of(known.bit)
         return KvEvents(source, known.node, known.epoch, known.log.sequence, stored=stored, cleared=True)
 
     def check(self) -> None:
         """Assert every invariant."""
         self._table.check()
         assert {known.bit: source for source, known in self._sources.items()} == self._by_bit, "sources and bits disagree"
-        assert sorted(self._by_bit) == self._table.live_bits(), "a live bit that is no source's"
+        assert sorted(self._by_bit) == self._table.bits(), "a live bit that is no source's"
         assert not self._sources.keys() & self._floors.keys(), "a source is known and gone"
         assert len(self._floors) <= MAX_FLOORS, "too many sources remembered"
         for known in self._sources.values():

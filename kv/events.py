@@ -74,6 +74,11 @@ class EventLog:
         """The last closed batch's number."""
         return self._log.sequence
 
+    @property
+    def pending(self) -> bool:
+        """There are changes in no closed batch yet."""
+        return bool(self._open)
+
     def keys(self) -> KeysView[BlockKey]:
         """What the source holds now."""
         return self._held.keys()

@@ -1,223 +1,225 @@
-"""Which places hold which key, for millions of keys: one dict from key to a shared integer whose bits are the holders.
+"""Which holders have which keys: each key's label stands for a set of holders, an integer with a bit for each.
 
-Owns bits, their reuse and the bound on keys; knows no source by name, nor epochs or sequence numbers. A holder that goes is
-*retired*: it disappears from every answer at once, and its bit is cleaned out of the table bit by bit as other work is done,
-before it is given to anyone else. Invariant: a bit is live, retired or free; keys may carry live and retired bits only.
+Owns holders' bits, the sets and the bound on keys; knows no source by name, nor epochs or sequence numbers. A holder that goes
+is taken out of the sets, not out of the keys, so that costs the same however much it held; keys that nobody has are cleared
+out when room is needed. Invariant: no set has a bit of a holder that is not there.
 
-Over `max_keys`, the keys first stored longest ago go, in runs, save those that were found by a recent `leading`: a chain's keys
-were stored together, so whole idle chains go and shared heads stay. What is dropped is a miss, no wrong answer.
+Over `max_keys`, a sixteenth of them goes: those that were neither stored by anyone nor matched for longest. As a match uses
+all that leads to its end, tails go before the heads that requests share. What is dropped is a miss, never a wrong answer.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
+
+import numpy as np
 
 from cpd_ray.ids import KEY_BYTES, BlockKey
+from kv.key_table import KeyTable, Slots, as_keys
 
-SWEEP_RATIO = 2
-"""Keys cleaned of retired bits for each key added or removed."""
-SWEEP_LEAST_KEYS = 256
-RUN_BYTES = 4096 * KEY_BYTES
-"""More keys than these are never over `max_keys`, however large what is added at once."""
-MASKS_LEAST = 4096
-"""Masks are forgotten and collected anew when there are more than these, and twice as many as were in use last time."""
-RECENT_FRACTION = 16
-"""A sixteenth of `max_keys` may be remembered as found recently."""
-TRIM_FRACTION = 64
-"""Over `max_keys`, a 64th of them is looked at to drop, which bounds the pause."""
+RUN_KEYS = 4096
+"""Keys are added in runs of this many: no more than that are ever over `max_keys`, and no more are equally old."""
+FIRST_LOOK_KEYS = 64
+"""A match looks at so many keys first, since most that fail fail early."""
+DROP_FRACTION = 16
 
 
 class HolderTable:
-    """A *bit* is an integer with one bit set; see the module. All answers name live bits only."""
+    """A *bit* is an integer with one bit set, and names a holder from `take` to `retire`."""
 
     def __init__(self, max_keys: int) -> None:
         if max_keys < 1:
             raise ValueError(f"a table of at most {max_keys} keys")
         self.max_keys = max_keys
         self.dropped_keys = 0
-        self._holders: dict[BlockKey, int] = {}
-        self._masks: dict[int, int] = {}  # equal masks are one object: what is shared costs nothing a key
-        self._count: dict[int, int] = {}  # keys by live bit
-        self._live = 0
-        self._retired = 0
-        self._free: list[int] = []
-        self._sweep: Iterator[BlockKey] | None = None
-        self._masks_limit = MASKS_LEAST
-        self._sweeping = 0  # the retired bits that no key will carry when the sweep has ended
-        self._recent: deque[tuple[BlockKey, ...]] = deque()
-        self._recent_keys = 0
+        self._table = KeyTable()
+        self._sets = [0]  # by label; label 0 is an absent key's
+        self._keys_with = [0]  # by label
+        self._label_of: dict[int, int] = {}  # one label of each set that isn't empty
+        self._free_labels: list[int] = []
+        self._count: dict[int, int] = {}  # keys by holder
+        self._free_bits: list[int] = []
 
     def __len__(self) -> int:
-        """Keys in the table, those included that only retired holders had."""
-        return len(self._holders)
+        """Keys that someone has."""
+        return len(self._table) - self._orphans()
+
+    @property
+    def nbytes(self) -> int:
+        return self._table.nbytes
 
     # -- holders -----------------------------------------------------------------------------------------------------
 
     def take(self) -> int:
-        """A bit for a new holder, of nothing."""
-        bit = self._free.pop() if self._free else 1 << (self._live | self._retired).bit_length()
-        self._live |= bit
+        """A new holder, of nothing."""
+        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._count)
         self._count[bit] = 0
         return bit
 
     def retire(self, bit: int) -> None:
-        """The holder is gone, and everything it held with it."""
+        """The holder is gone, and everything it had with it."""
         del self._count[bit]
-        self._live &= ~bit
-        self._retired |= bit
+        self._free_bits.append(bit)
+        self._sets = [members & ~bit for members in self._sets]
+        self._label_of = {members: label for label, members in enumerate(self._sets) if members}
+
+    def bits(self) -> list[int]:
+        """The holders that are there, ascending."""
+        return sorted(self._count)
 
     def count(self, bit: int) -> int:
         """How many keys the holder has here."""
         return self._count[bit]
 
-    def keys_of(self, bit: int) -> Iterator[BlockKey]:
-        """The keys that the holder has here, in the order first stored. Looks at every key."""
-        return (key for key, mask in self._holders.items() if mask & bit)
-
-    def live_bits(self) -> list[int]:
-        """The bits of the holders that are there, ascending."""
-        return _bits(self._live)
+    def keys_of(self, bit: int) -> bytes:
+        """The (joined) keys that the holder has here."""
+        has = np.array([bool(members & bit) for members in self._sets])
+        slots = self._table.occupied()
+        return self._table.keys(slots[has[self._table.labels(slots)]])
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
     def add(self, bit: int, keys: bytes) -> None:
         """The holder now has these (joined) keys."""
-        for start in range(0, len(keys), RUN_BYTES):
-            self._add_run(bit, keys, start, min(start + RUN_BYTES, len(keys)))
-            while len(self._holders) > self.max_keys:
-                self._trim()
-        self.sweep(max(SWEEP_RATIO * len(keys) // KEY_BYTES, SWEEP_LEAST_KEYS))
-
-    def _add_run(self, bit: int, keys: bytes, first: int, end: int) -> None:
-        holders, get, live = self._holders, self._holders.get, self._live
-        step: dict[int, int] = {}  # mask before -> mask after, this holder having joined
-        known = 0
-        for start in range(first, end, KEY_BYTES):
-            key = BlockKey(keys[start : start + KEY_BYTES])
-            old = get(key, 0)
-            if old & bit:
-                known += 1
-                continue
-            new = step.get(old)
-            if new is None:
-                new = step[old] = self._shared(old & live | bit)
-            holders[key] = new
-        self._count[bit] += (end - first) // KEY_BYTES - known
+        for start in range(0, len(keys), RUN_KEYS * KEY_BYTES):
+            self._add_run(bit, keys[start : start + RUN_KEYS * KEY_BYTES])
+            self._drop_surplus()
 
     def remove(self, bit: int, keys: bytes) -> None:
         """The holder no longer has these (joined) keys; those it never had are ignored."""
-        holders, get, rest = self._holders, self._holders.get, self._live & ~bit
-        step: dict[int, int] = {}
-        for start in range(0, len(keys), KEY_BYTES):
-            key = BlockKey(keys[start : start + KEY_BYTES])
-            old = get(key, 0)
-            if not old & bit:
-                continue
-            self._count[bit] -= 1
-            if not old & rest:
-                del holders[key]
-                continue
-            new = step.get(old)
-            if new is None:
-                new = step[old] = self._shared(old & rest)
-            holders[key] = new
-        self.sweep(max(SWEEP_RATIO * len(keys) // KEY_BYTES, SWEEP_LEAST_KEYS))
+        if keys:
+            slots = np.unique(self._table.find(as_keys(keys)))
+            self._change(slots[slots >= 0], leaves=bit)
 
     def leading(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        """By bit, how many of the leading `keys` the holder has; holders of none are left out. Stops where the last one stops."""
+        """By holder, how many of the leading `keys` it has; holders of none are left out."""
         runs: dict[int, int] = {}
-        still, get, count = self._live, self._holders.get, 0
-        if still:
-            for key in keys:
-                mask = get(key, 0) & still
-                if mask != still:
-                    if count:
-                        runs.update((bit, count) for bit in _bits(still & ~mask))
-                    still = mask
-                    if not still:
-                        break
-                count += 1
-        if count:
-            runs.update((bit, count) for bit in _bits(still))
-            self._found(keys, count)
-        return runs
-
-    # -- upkeep ------------------------------------------------------------------------------------------------------
-
-    def sweep(self, limit_keys: int) -> None:
-        """Go on cleaning out retired bits, looking at no more than `limit_keys` keys; does nothing when there is nothing to clean."""
-        if self._sweep is None:
-            if not self._retired and len(self._masks) <= self._masks_limit:
-                return
-            self._sweep, self._sweeping = iter(list(self._holders)), self._retired
-            self._masks = {}  # masks that nothing uses any more are forgotten: those in use come back as they are met
-        holders, get, live, seen = self._holders, self._holders.get, self._live, 0
-        for key in islice(self._sweep, limit_keys):
-            seen += 1
-            mask = get(key)
-            if mask is None:
-                continue
-            if mask & live:
-                holders[key] = self._shared(mask & live)
-            else:
-                del holders[key]
-        if seen < limit_keys:
-            self._free += _bits(self._sweeping)
-            self._retired &= ~self._sweeping
-            self._sweep, self._sweeping = None, 0
-            self._masks_limit = max(MASKS_LEAST, 2 * len(self._masks))
+        still, first, look = sum(self._count), 0, FIRST_LOOK_KEYS
+        while still and first < len(keys):
+            slots = self._table.find(as_keys(b"".join(keys[first : first + look])))
+            labels = self._table.labels(slots)
+            found = len(slots)
+            for start in [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist()]:
+                members = self._sets[labels[start]]
+                runs.update((bit, first + start) for bit in _bits(still & ~members))
+                still &= members
+                if not still:
+                    found = start
+                    break
+            self._table.touch(slots[:found])
+            first, look = first + found, RUN_KEYS
+        runs.update((bit, first) for bit in _bits(still))
+        return {bit: count for bit, count in runs.items() if count}
 
     def check(self) -> None:
         """Assert every invariant, by counting anew."""
-        masks = Counter(self._holders.values())
-        assert len(self._holders) <= self.max_keys, "more keys than allowed"
-        assert not self._live & self._retired, "a bit is live and retired"
-        assert not (self._live | self._retired) & sum(self._free), "a free bit is in use"
-        assert self._sweeping & ~self._retired == 0, "a bit is swept that is not retired"
-        assert all(mask and mask & ~(self._live | self._retired) == 0 for mask in masks), "a key with no holder, or with a free bit"
-        count = {bit: sum(n for mask, n in masks.items() if mask & bit) for bit in _bits(self._live)}
-        assert count == self._count, "a holder's keys are miscounted"
-        assert self._recent_keys == sum(map(len, self._recent)), "recently found keys miscounted"
-        assert self._recent_keys <= self.max_keys // RECENT_FRACTION, "too many keys remembered as recently found"
-        if self._sweep is None:
-            shared = self._masks
-            assert all(shared.get(mask) is mask for mask in self._holders.values()), "equal masks that are not one object"
+        self._table.check()
+        labels = self._table.labels(self._table.occupied())
+        by_label = np.bincount(labels, minlength=len(self._sets)).tolist()
+        assert by_label == self._keys_with, "keys by label are miscounted"
+        assert self._sets[0] == 0 and len(self._table) <= self.max_keys, "label 0 is in use, or there are too many keys"
+        everyone = sum(self._count)
+        assert all(members & ~everyone == 0 for members in self._sets), "a set with a holder that is not there"
+        for bit, count in self._count.items():
+            assert count == sum(n for n, members in zip(by_label, self._sets, strict=True) if members & bit), (
+                "a holder's keys miscounted"
+            )
+        assert not everyone & sum(self._free_bits), "a bit is in use and free"
+        assert self._label_of.keys() == set(self._sets) - {0}, "a set without its label"
+        assert all(self._sets[label] == members for members, label in self._label_of.items()), "a label of another set"
+        free = set(self._free_labels)
+        assert len(free) == len(self._free_labels), "a label is free twice"
+        assert free == {label for label, n in enumerate(by_label) if label and not n}, "labels of no key are not the free ones"
 
-    def _shared(self, mask: int) -> int:
-        return self._masks.setdefault(mask, mask)
+    # -- upkeep ------------------------------------------------------------------------------------------------------
 
-    def _found(self, keys: Sequence[BlockKey], count: int) -> None:
-        limit = self.max_keys // RECENT_FRACTION
-        if 2 * len(self._holders) < self.max_keys or count > limit:
+    def _add_run(self, bit: int, joined: bytes) -> None:
+        keys = as_keys(joined)
+        if not self._table.has_room(len(keys)):
+            self._delete_orphans()
+            self._table.rebuild(len(keys))
+        label = self._take_label(bit)
+        known, new = self._table.place(keys, label)
+        self._keys_with[label] += new
+        self._count[bit] += new
+        self._change(known, joins=bit)
+        self._give_back(label)
+
+    def _change(self, slots: Slots, *, joins: int = 0, leaves: int = 0) -> None:
+        """A holder joins or leaves the sets of the keys in these (distinct) slots."""
+        if not len(slots):
             return
-        self._recent.append(tuple(keys[:count]))  # not the whole: a match may be short and its prompt long
-        self._recent_keys += count
-        while self._recent_keys > limit:
-            self._recent_keys -= len(self._recent.popleft())
+        labels, inverse, counts = np.unique(self._table.labels(slots), return_inverse=True, return_counts=True)
+        changed = np.zeros_like(labels)
+        for i, (label, count) in enumerate(zip(labels.tolist(), counts.tolist(), strict=True)):
+            before = self._sets[label]
+            after = (before | joins) & ~leaves
+            changed[i] = label if after == before else self._take_label(after) if after else 0
+            self._keys_with[label] -= count
+            self._keys_with[changed[i]] += count
+            for bit in _bits(after ^ before):
+                self._count[bit] += count if after & bit else -count
+        self._keys_with[0] = 0
+        after_labels = changed[inverse]
+        self._table.label(slots[after_labels > 0], after_labels[after_labels > 0])
+        self._table.delete(slots[after_labels == 0])
+        for label in labels.tolist():
+            self._give_back(label)
 
-    def _trim(self) -> None:
-        holders = self._holders
-        oldest = list(islice(holders, max(1, self.max_keys // TRIM_FRACTION)))
-        recent = set(chain.from_iterable(self._recent))
-        gone: Counter[int] = Counter()
-        for key in oldest:
-            mask = holders.pop(key)
-            if key in recent:
-                holders[key] = mask
+    def _drop_surplus(self) -> None:
+        if len(self._table) > self.max_keys:
+            self._delete_orphans()
+        surplus = len(self._table) - self.max_keys
+        if surplus > 0:
+            slots = self._table.oldest(surplus + self.max_keys // DROP_FRACTION)
+            self.dropped_keys += len(slots)
+            self._delete(slots)
+
+    def _orphans(self) -> int:
+        return sum(n for n, members in zip(self._keys_with, self._sets, strict=True) if not members)
+
+    def _delete_orphans(self) -> None:
+        if self._orphans():
+            nobody = np.array([not members for members in self._sets])
+            slots = self._table.occupied()
+            self._delete(slots[nobody[self._table.labels(slots)]])
+
+    def _delete(self, slots: Slots) -> None:
+        by_label = np.bincount(self._table.labels(slots))
+        self._table.delete(slots)
+        for label in np.flatnonzero(by_label).tolist():
+            self._keys_with[label] -= int(by_label[label])
+            for bit in _bits(self._sets[label]):
+                self._count[bit] -= int(by_label[label])
+            self._give_back(label)
+
+    def _take_label(self, members: int) -> int:
+        label = self._label_of.get(members)
+        if label is None:
+            if self._free_labels:
+                label = self._free_labels.pop()
+                self._sets[label] = members
             else:
-                gone[mask & self._live] += 1
-        for mask, count in gone.items():
-            for bit in _bits(mask):
-                self._count[bit] -= count
-        self.dropped_keys += sum(gone.values())
+                label = len(self._sets)
+                self._sets.append(members)
+                self._keys_with.append(0)
+            self._label_of[members] = label
+        return label
+
+    def _give_back(self, label: int) -> None:
+        """Free a label that no key has."""
+        if self._keys_with[label]:
+            return
+        if self._label_of.get(self._sets[label]) == label:
+            del self._label_of[self._sets[label]]
+        self._sets[label] = 0
+        self._free_labels.append(label)
 
 
-def _bits(mask: int) -> list[int]:
+def _bits(members: int) -> list[int]:
     bits = []
-    while mask:
-        bit = mask & -mask
+    while members:
+        bit = members & -members
         bits.append(bit)
-        mask ^= bit
+        members ^= bit
     return bits
