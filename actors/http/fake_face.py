@@ -7,6 +7,7 @@ the same answers, and `check()` finds nothing left running once all answers are 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 
@@ -166,15 +167,8 @@ class FakeFace:
         return cached
 
     async def _say(self, request: GenerateRequest, cached: int) -> AsyncGenerator[TokenChunk, None]:
-        script, sampling = self.script, request.sampling
-        tokens = list(token_buffers.unpack(request.tokens) if script.answer is None else script.answer)
-        reason = FinishReason.LENGTH
-        if len(tokens) < sampling.max_tokens and not sampling.ignore_eos and self.codec.eos_token_ids:
-            tokens.append(min(self.codec.eos_token_ids))
-            reason = FinishReason.STOP
-        while len(tokens) < sampling.max_tokens and reason is FinishReason.LENGTH:
-            tokens += tokens
-        tokens = tokens[: sampling.max_tokens]
+        script = self.script
+        tokens, reason = self._answer(request)
         for start in range(0, len(tokens), script.group):
             if script.fail_with is not None and start >= script.fail_after:
                 raise script.fail_with
@@ -184,6 +178,21 @@ class FakeFace:
             group = tuple(tokens[start : start + script.group])
             last = start + script.group >= len(tokens)
             yield self._chunk(request, start, group, cached, reason if last else None)
+
+    def _answer(self, request: GenerateRequest) -> tuple[tuple[int, ...], FinishReason]:
+        """What the script says, over and over when it may not end; as engines do, with the end or stop token that ended it."""
+        sampling, eos = request.sampling, sorted(self.codec.eos_token_ids)
+        say = tuple(token_buffers.unpack(request.tokens)) if self.script.answer is None else self.script.answer
+        endless = itertools.cycle(say) if sampling.ignore_eos else itertools.chain(say, itertools.cycle(eos or say))
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
+        tokens: list[int] = []
+        for token in itertools.islice(endless, sampling.max_tokens):
+            if token in ends and len(tokens) < sampling.min_tokens:
+                token = next(i for i in itertools.count() if i not in ends)
+            tokens.append(token)
+            if token in ends:
+                return tuple(tokens), FinishReason.STOP
+        return tuple(tokens), FinishReason.LENGTH
 
     def _chunk(
         self, request: GenerateRequest, start: int, tokens: tuple[int, ...], cached: int, reason: FinishReason | None
