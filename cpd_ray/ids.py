@@ -5,6 +5,7 @@ Invariant: a `BlockId` is a place (a slot in one pool), a `SlotId` a place in on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -35,7 +36,7 @@ def slab_source(node: NodeId) -> SourceId:
     return SourceId(f"slab:{node}")
 
 
-def join_keys(keys: list[BlockKey] | tuple[BlockKey, ...]) -> bytes:
+def join_keys(keys: Sequence[BlockKey]) -> bytes:
     """Concatenate keys, KEY_BYTES each: how they travel."""
     return b"".join(keys)
 

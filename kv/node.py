@@ -11,6 +11,8 @@ from typing import Protocol
 from cpd_ray.ids import LeaseId, NodeId
 from cpd_ray.messages import (
     CommitBlocks,
+    EventsAfter,
+    EventsPage,
     LeaseBlocks,
     LeaseGrant,
     NodeReport,
@@ -52,6 +54,19 @@ class KvNode(Protocol):
 
     async def clear(self) -> int:
         """Drop every block that is not leased, reserved or quarantined; returns how many."""
+        ...
+
+    async def refute(self, keys: bytes, epoch: int) -> int:
+        """A reader found that the bytes here are not these keys': drop those that nobody holds. Returns how many."""
+        ...
+
+    async def note_remote_reads(self, source: NodeId, keys: bytes, parent: bytes) -> None:
+        """A worker of this node has read `keys` (a run, `parent` before the first) from `source`'s slab: often enough, and the node
+        pulls a copy."""
+        ...
+
+    async def events(self, after: EventsAfter) -> EventsPage:
+        """What the slab gained and lost since; waits up to `wait_s` for news."""
         ...
 
     async def report(self) -> NodeReport: ...

@@ -186,6 +186,19 @@ class Slab:
             block.holds -= 1
             self._pinned -= not block.pins
 
+    def drop(self, keys: Sequence[BlockKey]) -> int:
+        """Forget those of `keys` that are committed and that nobody leases or pins: their bytes were found wrong. Returns how many."""
+        dropped = 0
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is not None and block.committed and not block.holds:
+                del self._blocks[key]
+                self._policy.remove(key)
+                self._free.append(block.slot)
+                self._events.removed(key)
+                dropped += 1
+        return dropped
+
     def clear(self) -> int:
         """End all pins and drop every block that is not leased or reserved and has no child that is. Returns how many."""
         for pin_id in list(self._pins):

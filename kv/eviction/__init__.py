@@ -11,10 +11,10 @@ from kv.eviction.scored import AgedLeastFrequentlyUsed, LeastRecentlyUsed
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {
         "lru": lambda slots: LeastRecentlyUsed(),
-        "aged_lfu": lambda slots: AgedLeastFrequentlyUsed(),
+        "lfu": lambda slots: AgedLeastFrequentlyUsed(),
     }
 )
-DEFAULT_POLICY = "aged_lfu"
+DEFAULT_POLICY = "lfu"
 
 
 def new_policy(name: str, slots: int) -> EvictionPolicy:

@@ -125,7 +125,7 @@ class AgedLeastFrequentlyUsed(ScoredPolicy):
     """The leaf with the fewest reads goes, where a read's worth fades as others are dropped: the score is the number of reads plus the score
     of the last victim at the time of the last read (LFU with dynamic aging, Arlitt et al. 1999)."""
 
-    name = "aged_lfu"
+    name = "lfu"
 
     def __init__(self) -> None:
         super().__init__()
