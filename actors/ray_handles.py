@@ -72,10 +72,11 @@ def replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
 
 
 class ReplicaCaller:
-    """Calls methods of one replica. `gone(message)`: the error when it can't be reached."""
+    """Calls methods of one replica. `gone(message)`: the error when it can't be reached. `by_reference`: slower, but results may hold object
+    references."""
 
-    def __init__(self, handle: DeploymentHandle[Any], replica_id: str, gone: type[CPDError]) -> None:
-        self._handle = handle.options(session_id=session_for(replica_id), _by_reference=False)
+    def __init__(self, handle: DeploymentHandle[Any], replica_id: str, gone: type[CPDError], *, by_reference: bool = False) -> None:
+        self._handle = handle.options(session_id=session_for(replica_id), _by_reference=by_reference)
         self._gone = gone
         self._who = f"{handle.deployment_name} {replica_id}"
 

@@ -222,5 +222,9 @@ class ConfigError(CPDError):
     kind = "invalid_request_error"
 
 
+class NotSharedMemory(CPDError):
+    """Memory that a node's processes should share lies elsewhere: on disk or on another node."""
+
+
 class ModelUnavailable(CPDError):
     """The model can't be fetched, read or run; the message says what to do."""

@@ -175,13 +175,18 @@ async def echoes(handle: Any, count: int = 1) -> dict[str, EchoClient]:
     return {i: ReplicaCaller(handle, i, WorkerGone).client(EchoClient) for i in ids}
 
 
-def echo_deployment(count: int, **options: Any) -> Any:
-    return serve.deployment(Echo).options(
+def targeted(deployment: Any, count: int, **options: Any) -> Any:
+    """`count` replicas of a deployment, each addressable."""
+    return deployment.options(
         num_replicas=count,
         request_router_config=RequestRouterConfig(request_router_class=TARGET_ROUTER),
         ray_actor_options={"num_cpus": 0.1},
         **{"max_ongoing_requests": 100, "graceful_shutdown_wait_loop_s": 0.1, **options},
     )
+
+
+def echo_deployment(count: int, **options: Any) -> Any:
+    return targeted(serve.deployment(Echo), count, **options)
 
 
 def caller_app(count: int) -> Any:

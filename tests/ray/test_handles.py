@@ -31,11 +31,10 @@ async def test_errors_arrive_as_what_they_are(deploy: Callable[..., Any]) -> Non
         await client.bounce(77)
     assert type(missed.value) is CacheMissed
     assert (missed.value.cached_tokens, missed.value.message) == (77, "less than believed")
-    got = []
+    items = client.fail_after(3)
+    assert [await anext(items) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(CacheMissed) as missed:
-        async for item in client.fail_after(3):
-            got.append(item)
-    assert got == [0, 1, 2]
+        await anext(items)
     assert missed.value.cached_tokens == 3
     with pytest.raises(CPDError) as fault:
         await client.fault()
