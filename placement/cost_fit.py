@@ -74,6 +74,7 @@ class StepCostFit:
         """Least squares under non-negativity, held to the last solution where the observations say nothing."""
         self._unsolved = 0
         unit = np.sqrt(np.diag(self._information))
+        unit[unit == 0] = 1.0  # nothing seen of it yet: only the anchor counts
         matrix = self._information / np.outer(unit, unit) + _ANCHOR * np.eye(4)
         lower = np.linalg.cholesky(matrix)
         target = np.linalg.solve(lower, self._moment / unit + _ANCHOR * self._coefficients * unit)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.engine.books import check_tables, load_of
 from actors.engine.interface import EngineLoad, EngineOutput, EngineRequest, FetchPlan, FetchResult
-from actors.engine.ordering import Work
 from actors.engine.plan import Sampled, SequenceStep, StepPlan, StepResult
 from actors.engine.scheduling_pass import Chunk, SchedulingPass
 from actors.engine.sequence import Event, Phase, Sequence
@@ -24,7 +24,7 @@ from cpd_ray.errors import CPDError, DuplicateRequest
 from cpd_ray.ids import RequestId
 from cpd_ray.messages import StepCost
 from cpd_ray.types import FinishReason
-from kv.pool import BlockPool, BlockState
+from kv.pool import BlockPool
 
 
 class CostModel(Protocol):
@@ -132,8 +132,8 @@ class Scheduler:
         sampled = iter(result.sampled)
         outputs = []
         for part, sequence in zip(plan.sequences, sequences, strict=True):
-            token = next(sampled) if part.sample else None
-            assert token is None or token.request_id == part.request_id, "the runner's results are out of order"
+            token = next(sampled, None) if part.sample else None
+            assert not part.sample or (token and token.request_id == part.request_id), "the runner's results are not the plan's"
             if output := self._advance(sequence, part, token):
                 outputs.append(output)
         assert next(sampled, None) is None, "the runner sampled more than it was asked for"
@@ -232,43 +232,18 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """How much is running and waiting, and the seconds until the prompts accepted so far are computed."""
-        cost, size, chunk = self._cost.cost, self.shape.block_size, self.config.chunk_tokens
-        waiting = tokens = steps = 0
-        seconds = decode_s = 0.0
-        for s in self._live.values():
-            if s.phase is Phase.RUNNING and s.remaining == 1 and s.generated:
-                decode_s += cost.per_token_s + cost.per_sequence_s + cost.per_attention_s * s.computed
-                continue
-            waiting += s.phase is Phase.WAITING
-            in_pool = s.expected * size if s.phase is Phase.WAITING else s.computed
-            tokens += s.known - in_pool
-            start = in_pool if s.phase is Phase.RUNNING else max(in_pool, self._tables.may_fetch(s) * size)
-            # what another computes for it now is in that one's share
-            work = Work(max(start, s.joined * size) if s.phase is Phase.WAITING else start, s.known)
-            seconds += work.predict_s(cost, chunk)
-            steps += -(-(work.stop - work.start) // chunk)
-        return EngineLoad(len(self._live) - waiting, waiting, tokens, seconds + steps * decode_s, cost)
+        return load_of(self._live.values(), self._tables, self.config.chunk_tokens, self._cost.cost, self._clock.now_s())
 
     def check(self) -> None:
         """Assert every invariant, the pool's included."""
-        self.pool.check()
         fetching = [sequence for _, sequence in self._fetching.values()]
         assert all(s.fetch is plan for plan, s in self._fetching.values()), "a fetch under way that its sequence does not know"
         assert {s.id for s in self._live.values() if s.phase is Phase.FETCHING} == {
             s.id for s in fetching if s.phase is Phase.FETCHING
         }
         holders = {id(s): s for s in (*self._live.values(), *fetching, *self._in_step)}
-        seen: set[int] = set()
-        for s in holders.values():
-            s.check(self.shape.block_size)
-            assert s.phase is Phase.LEAVING or self._live.get(s.id) is s, f"{s.id} is {s.phase}, and nobody's"
-            for block in s.blocks:
-                state = self.pool.state_of(block)
-                assert state in (BlockState.COMPUTING, BlockState.COMMITTED), f"{s.id} holds block {block}, which is {state.name}"
-                assert block not in seen or state is BlockState.COMMITTED, f"block {block} is written by two sequences"
-            seen.update(s.blocks)
-        counts = self.pool.counts()
-        assert len(seen) <= counts.active + counts.leased, "blocks held that the pool does not count"
+        assert all(s.phase is Phase.LEAVING or self._live.get(s.id) is s for s in holders.values()), "a sequence of nobody's"
+        check_tables(holders.values(), self._tables)
 
 
 def _sequence_step(chunk: Chunk) -> SequenceStep:

@@ -121,10 +121,12 @@ class SchedulingPass:
             worth = worthwhile_tokens(self._cost, sequence.computed, finishing, len(contenders) - place)
             limit = budget if worth is None else min(budget, worth)
             length = chunk_length(Work(sequence.computed, sequence.known), limit, self._tables.block_size)
-            if length > 0:
-                chunks.append(Chunk(sequence, length))
-                budget -= length
-                finishing += length == sequence.remaining
+            if length <= 0:
+                budget = 0  # nobody behind it computes what it may not, be it ever so little
+                continue
+            chunks.append(Chunk(sequence, length))
+            budget -= length
+            finishing += length == sequence.remaining
         return chunks
 
     def _contends(self, sequence: Sequence) -> bool:

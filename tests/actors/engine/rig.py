@@ -45,6 +45,7 @@ class Rig:
     eos: frozenset[int] = frozenset()
     max_model_len: int = 4096
     cost: StepCost = FAKE_COST
+    checks: bool = True
 
     def __post_init__(self) -> None:
         self.clock = ManualClock()
@@ -57,6 +58,10 @@ class Rig:
         self.fetches: list[FetchPlan] = []
         self.plans: list[StepPlan] = []
         self.fetch_at_once = True
+
+    def check(self) -> None:
+        if self.checks:
+            self.scheduler.check()
 
     def request(self, name: str, tokens: Sequence[int], new_tokens: int = 4, **more: object) -> EngineRequest:
         packed = pack(tokens)
@@ -76,20 +81,20 @@ class Rig:
         request = self.request(name, tokens, new_tokens, **more)
         self.scheduler.add(request)
         self.outputs[request.request_id] = []
-        self.scheduler.check()
+        self.check()
         return request
 
     def schedule(self) -> StepPlan | None:
         scheduled = self.scheduler.schedule()
         self.fetches += scheduled.fetches
-        self.scheduler.check()
+        self.check()
         return scheduled.step
 
     def finish(self, plan: StepPlan) -> None:
         self.plans.append(plan)
         for output in self.scheduler.complete(plan, self.runner.run(plan)):
             self.outputs[output.request_id].append(output)
-        self.scheduler.check()
+        self.check()
 
     def land(self, plan: FetchPlan) -> FetchResult:
         self.fetches.remove(plan)
@@ -97,7 +102,7 @@ class Rig:
         if result.poisoned:
             self.pool.quarantine(result.poisoned, lambda: False)
         self.scheduler.fetched(plan, result)
-        self.scheduler.check()
+        self.check()
         return result
 
     def step(self) -> StepPlan | None:
