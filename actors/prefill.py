@@ -76,10 +76,10 @@ class PrefillWorker:
     def _result(self, request: PrefillRequest, first: EngineOutput, last: EngineOutput) -> PrefillResult:
         generated = token_buffers.count(request.tokens) - request.prompt_tokens
         finish = last.finish_reason
-        more = finish is FinishReason.LENGTH and generated + 1 < request.sampling.max_tokens and request.commit_only is False
-        handover = None
-        if last.held_blocks:
-            handover = self._hand_over(request, last.held_blocks) if more else self._let_go(last.held_blocks)
+        more = finish is FinishReason.LENGTH and generated + 1 < request.sampling.max_tokens and not request.commit_only
+        handover = self._hand_over(request, last.held_blocks) if more and last.held_blocks else None
+        if handover is None:
+            self.worker.engine.pool.release(last.held_blocks)
         return PrefillResult(
             request_id=request.request_id,
             token=first.tokens[0] if first.tokens else None,
@@ -105,8 +105,5 @@ class PrefillWorker:
             blocks=tuple(blocks),
             tokens=token_buffers.count(request.tokens),
             ttl_s=request.handover_ttl_s,
-            peer=tiers.transport.describe(),
+            peer=self.worker.descriptor,
         )
-
-    def _let_go(self, blocks: tuple[BlockId, ...]) -> None:
-        self.worker.engine.pool.release(blocks)

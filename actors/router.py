@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from actors.courier import Courier
@@ -192,7 +192,7 @@ class Router:
                     self._learn(flight, fault)
 
     @contextlib.contextmanager
-    def _in_flight(self, request: GenerateRequest):  # type: ignore[no-untyped-def]
+    def _in_flight(self, request: GenerateRequest) -> Iterator[Flight]:
         if request.request_id in self._flights:
             raise DuplicateRequest(f"request {request.request_id!r} is in flight", param="request_id")
         flight = self._flights[request.request_id] = self._flight(request)

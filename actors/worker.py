@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from actors.engine.interface import Engine, EngineOutput, EngineRequest, FetchPlan, FetchResult
 from cpd_ray import tokens as token_buffers
-from cpd_ray.clock import Clock
 from cpd_ray.errors import DuplicateRequest, InvalidRequest, WorkerDraining
 from cpd_ray.ids import BlockId, BlockKey, NodeId, RequestId, WorkerId
 from cpd_ray.messages import (
@@ -56,11 +54,11 @@ class TierPort:
     """The engine's `KvPort` over the tiers: knows, for each request under way, where the router believes its KV to be."""
 
     def __init__(self, tiers: TieredKv) -> None:
-        self._tiers = tiers
+        self.tiers = tiers
         self._sources: dict[RequestId, Sources] = {}
 
     @contextlib.contextmanager
-    def sources(self, request: RequestId, sources: Sources):  # type: ignore[no-untyped-def]
+    def sources(self, request: RequestId, sources: Sources) -> Iterator[None]:
         """`fetch` of `request` looks there while this is open."""
         self._sources[request] = sources
         try:
@@ -75,7 +73,7 @@ class TierPort:
             landed = await self._fetch_handover(where.handover, plan)
         done = len(landed.landed)
         if done < len(plan.blocks) and not landed.poisoned:
-            rest = await self._tiers.fetch(plan.keys[done:], plan.blocks[done:], where.runs)
+            rest = await self.tiers.fetch(plan.keys[done:], plan.blocks[done:], where.runs)
             landed = replace(landed, landed=landed.landed + tuple(rest.landed), poisoned=tuple(rest.poisoned))
         return landed
 
@@ -88,29 +86,25 @@ class TierPort:
         if tail is not None:
             slots.append(handover.blocks[whole])
             into.append(tail)
-        result = await self._tiers.fetch_handover(handover, slots, into)
+        result = await self.tiers.fetch_handover(handover, slots, into)
         if len(result.landed) == len(slots):
             return FetchResult(landed=tuple(result.landed[: len(theirs)]), tail=tail is not None)
         return FetchResult(poisoned=tuple(result.poisoned))
 
     def committed(self, parent: BlockKey | None, keys: Sequence[BlockKey], blocks: Sequence[BlockId]) -> None:
-        self._tiers.store(parent, keys, blocks)
-
-
-class Tickable(Protocol):
-    def tick(self) -> None: ...
+        self.tiers.store(parent, keys, blocks)
 
 
 class Worker:
     """Role-free part of a worker; `actors.prefill` and `actors.decode` add what a role does."""
 
-    def __init__(self, identity: Identity, engine: Engine, tiers: TieredKv, events: EventLog, clock: Clock) -> None:
+    def __init__(self, identity: Identity, engine: Engine, port: TierPort, events: EventLog) -> None:
         self.identity = identity
         self.engine = engine
-        self.tiers = tiers
-        self.port = TierPort(tiers)
+        self.tiers = port.tiers
+        self.descriptor = port.tiers.transport.describe()
+        self._port = port
         self._events = events
-        self._clock = clock
         self._state = WorkerState.STARTING
         self._seen: dict[str, int] = {}
         self._active: set[RequestId] = set()
@@ -133,6 +127,7 @@ class Worker:
         self._state = WorkerState.DRAINING
         await self.engine.stop()
         await self.tiers.close()
+        await asyncio.to_thread(self.tiers.transport.close)
 
     # -- what it tells the others ------------------------------------------------------------------------------------
 
@@ -156,6 +151,7 @@ class Worker:
             queue_s=load.queue_s,
             queue_age_s=load.queue_age_s,
             seen=dict(self._seen),
+            unwritten_blocks=self.tiers.unwritten_blocks,
             model=self.identity.model,
         )
 
@@ -165,11 +161,11 @@ class Worker:
 
     def describe(self) -> PeerDescriptor:
         """What a reader of this worker's pool connects with."""
-        return self.tiers.transport.describe()
+        return self.descriptor
 
-    def connect(self, peer: PeerDescriptor) -> None:
+    async def connect(self, peer: PeerDescriptor) -> None:
         """Learn a peer before its first use: the first transfer to one is slow."""
-        self.tiers.transport.connect(peer)
+        await asyncio.to_thread(self.tiers.transport.connect, peer)
 
     def clear_pool(self) -> int:
         """Forget what is cached and not in use; returns how many blocks."""
@@ -179,11 +175,12 @@ class Worker:
         """Periodic: end lapsed leases, free quarantined blocks whose transfers have ended."""
         self.engine.pool.expire()
         self.engine.pool.sweep()
+        self.tiers.tick()
 
     # -- a request's passage -----------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def accept(self, request_id: RequestId, origin: Origin):  # type: ignore[no-untyped-def]
+    def accept(self, request_id: RequestId, origin: Origin) -> Iterator[None]:
         """Count a request in and out; raises WorkerDraining, DuplicateRequest."""
         if self._state is not WorkerState.READY:
             raise WorkerDraining(f"worker {self.identity.worker} is {self._state}")
@@ -204,7 +201,7 @@ class Worker:
         """The engine's outputs; raises the request's own error. Closing aborts the request."""
         if sources.handover is not None and sources.handover.peer is not None:
             self.tiers.meet(sources.handover.peer)
-        with self.port.sources(request.request_id, sources):
+        with self._port.sources(request.request_id, sources):
             stream = self.engine.generate(request)
             async with contextlib.aclosing(stream):  # type: ignore[type-var]
                 async for output in stream:

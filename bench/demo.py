@@ -117,7 +117,7 @@ def check_tiers(rows: Sequence[Row]) -> list[str]:
         if row.name == "cold" and cached.total:
             wrong.append(f"cold: {cached.total} tokens were cached")
         tier = wanted.get(row.name)
-        if tier and getattr(cached, tier) < cached.total or (row.name != "cold" and not cached.total):
+        if (tier and getattr(cached, tier) < cached.total) or (row.name != "cold" and not cached.total):
             wrong.append(f"{row.name}: cached {cached}")
     return wrong
 

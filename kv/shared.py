@@ -29,13 +29,14 @@ class SharedExtent:
 
 @dataclass(frozen=True, slots=True)
 class SharedSlab:
-    """A slab's extents, in order, cut into slots of `slot_bytes`."""
+    """A slab's extents, in order, cut into slots of `slot_bytes`; `epoch` of the books that are kept of them."""
 
     slot_bytes: int
+    epoch: int
     extents: tuple[SharedExtent, ...]
 
 
-def create(slot_bytes: int, slots: int, extent_slots: int) -> tuple[SharedSlab, SlottedMemory]:
+def create(slot_bytes: int, slots: int, epoch: int, extent_slots: int) -> tuple[SharedSlab, SlottedMemory]:
     """A new slab of `slots`, at most `extent_slots` an extent, every page touched; and its mapping here."""
     extents, buffers = [], []
     for first in range(0, slots, extent_slots):
@@ -46,7 +47,7 @@ def create(slot_bytes: int, slots: int, extent_slots: int) -> tuple[SharedSlab, 
         np.frombuffer(buffer, dtype=np.uint8)[::PAGE_BYTES] = 0
         extents.append(SharedExtent(os.getpid(), descriptor, nbytes))
         buffers.append(buffer)
-    return SharedSlab(slot_bytes, tuple(extents)), SlottedMemory.over(buffers, slot_bytes)
+    return SharedSlab(slot_bytes, epoch, tuple(extents)), SlottedMemory.over(buffers, slot_bytes)
 
 
 def attach(slab: SharedSlab) -> SlottedMemory:

@@ -106,10 +106,14 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    pool: BlockPool
-    block_size: int
-    vocab_size: int
-    max_model_len: int
+    @property
+    def pool(self) -> BlockPool: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
 
     async def start(self) -> None: ...
 

@@ -37,7 +37,7 @@ class _Local:
         return self._worker.describe()
 
     async def connect(self, peer: PeerDescriptor) -> None:
-        self._worker.connect(peer)
+        await self._worker.connect(peer)
 
     async def clear_pool(self) -> int:
         return self._worker.clear_pool()

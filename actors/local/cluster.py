@@ -38,6 +38,7 @@ from kv.directory import Directory
 from kv.node import KvNode
 
 log = logging.getLogger(__name__)
+ROOT = str(Path(__file__).resolve().parents[2])
 START_S = 180.0
 STOP_S = 20.0
 DEFAULT_SLAB_MIB = 512
@@ -132,9 +133,8 @@ class LocalCluster:
         described = await asyncio.gather(
             *(client.describe() for client in self._nodes.values()), *(client.describe() for client in self._workers.values())
         )
-        for client in self._workers.values():
-            for peer in described:
-                await client.connect(peer)
+        for worker, client in self._workers.items():
+            await asyncio.gather(*(client.connect(peer) for peer in described if peer.peer != worker))
 
     async def _spawn(self, spec: ProcessSpec) -> None:
         part = spec.node or spec.worker
@@ -142,7 +142,7 @@ class LocalCluster:
         name = str(spec.worker.worker if spec.worker else part.node)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "actors.local.process", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+            env={**os.environ, "PYTHONPATH": ROOT},
         )  # fmt: skip
         self._children[name] = _Child(process, spec, part.socket)
         assert process.stdin is not None and process.stdout is not None

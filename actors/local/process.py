@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import sys
+from typing import Any
 
 import msgspec
 
@@ -19,15 +20,20 @@ from actors.kv_cache import KvCacheNode
 from actors.local.clients import LocalDecode, LocalPrefill
 from actors.local.spec import NodeSpec, Peers, ProcessSpec, SlabHost, WorkerSpec
 from actors.local.wire import Connection, serve
-from actors.worker import Identity
+from actors.worker import Identity, Worker
 from cpd_ray.clock import SystemClock
 from cpd_ray.config import load
 from cpd_ray.errors import PeerGone
+from cpd_ray.ids import NodeId
 from kv.node import KvNode
 from kv.shared import SharedSlab, attach, create
+from kv.sides import SlabSide
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
+READY = os.dup(1)
+"""Our own way to whoever started us; what libraries print on stdout goes to stderr."""
+os.dup2(2, 1)
 
 
 class _SlabHost:
@@ -38,7 +44,7 @@ class _SlabHost:
         return self._slab
 
 
-def node_clients(sockets: Peers) -> dict[str, Connection]:
+def connect_all(sockets: Peers) -> dict[NodeId, Connection]:
     return {node: Connection(socket, PeerGone) for node, socket in sockets.items()}
 
 
@@ -47,24 +53,27 @@ async def run_node(spec: NodeSpec) -> None:
     config = load(spec.config)
     facts = build.facts_of(config)
     layout = build.layout_of(config, facts)
-    slab, memory = create(layout.block_bytes, spec.slab_slots, max(1, config.slab.extent_mib * 2**20 // layout.block_bytes))
+    slab, memory = create(
+        layout.block_bytes, spec.slab_slots, spec.epoch, max(1, config.slab.extent_mib * 2**20 // layout.block_bytes)
+    )
     transport = build.make_transport(config, f"slab-{spec.node}", build.layout_digest(config, facts))
     cache = build.make_node(config, spec.node, memory, transport, epoch=spec.epoch, clock=SystemClock())
     server = await serve(spec.socket, {KvNode: cache, SlabHost: _SlabHost(slab)})
-    peers = {node: connection.client(KvNode, node=node) for node, connection in node_clients(spec.peers).items()}
+    peers = {node: connection.client(KvNode, node=node) for node, connection in connect_all(spec.peers).items()}
     ticking = asyncio.create_task(_tick_node(cache, peers))
     await _until_stdin_closes()
     ticking.cancel()
     await server.stop(0)
-    transport.close()
+    await cache.close()
+    await asyncio.to_thread(transport.close)
 
 
-async def _tick_node(cache: KvCacheNode, peers: dict[str, KvNode]) -> None:
+async def _tick_node(cache: KvCacheNode, peers: dict[NodeId, KvNode]) -> None:
     waiting = dict(peers)
     while True:
         for node, client in list(waiting.items()):
             try:
-                cache.connect_node(await client.describe(), client)
+                await asyncio.to_thread(cache.connect_node, await client.describe(), client)
                 del waiting[node]
             except PeerGone:
                 log.debug("node %s is not up yet", node)
@@ -75,13 +84,16 @@ async def _tick_node(cache: KvCacheNode, peers: dict[str, KvNode]) -> None:
 async def run_worker(spec: WorkerSpec) -> None:
     """Serve one worker until stdin closes."""
     config = load(spec.config)
-    connections = node_clients(spec.nodes)
+    connections = connect_all(spec.nodes)
     nodes = {node: connection.client(KvNode, node=node) for node, connection in connections.items()}
-    slab = attach(await connections[spec.node].client(SlabHost).shared_slab())
+    slab = await connections[spec.node].client(SlabHost).shared_slab()
+    own = SlabSide(nodes[spec.node], attach(slab), slab.epoch)
     identity = Identity(spec.worker, spec.role, spec.node, spec.epoch, config.model.name)
-    worker = build.make_worker(config, identity, nodes, slab, SystemClock())
+    worker = build.make_worker(config, identity, build.NodeSide(own, nodes), SystemClock())
     await worker.worker.start()
-    service = {DecodeClient: LocalDecode(worker)} if isinstance(worker, DecodeWorker) else {PrefillClient: LocalPrefill(worker)}
+    service: dict[type, Any] = (
+        {DecodeClient: LocalDecode(worker)} if isinstance(worker, DecodeWorker) else {PrefillClient: LocalPrefill(worker)}
+    )
     server = await serve(spec.socket, service)
     ticking = asyncio.create_task(_tick_worker(worker.worker))
     await _until_stdin_closes()
@@ -90,7 +102,7 @@ async def run_worker(spec: WorkerSpec) -> None:
     await worker.worker.stop()
 
 
-async def _tick_worker(worker: build.AnyWorker) -> None:
+async def _tick_worker(worker: Worker) -> None:
     while True:
         worker.tick()
         await asyncio.sleep(TICK_S)
@@ -100,7 +112,7 @@ async def _until_stdin_closes() -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    os.write(1, b"ready\n")
+    os.write(READY, b"ready\n")
     while await reader.read(4096):
         pass
 
