@@ -62,7 +62,7 @@ class KvCacheNode:
         self._nodes: dict[NodeId, KvNode] = {}
         self._patience = Patience(clock)
         remote = RemoteSlabs(f"node:{self.node}", self._nodes, transport, self._patience, clock)
-        self._copies = CopyNear(self.node, slab, self.region, remote, copies or CopySettings())
+        self.copies = CopyNear(self.node, slab, self.region, remote, copies or CopySettings())
 
     # -- the owner's side --------------------------------------------------------------------------------------------
 
@@ -77,13 +77,13 @@ class KvCacheNode:
 
     def tick(self) -> None:
         """End what is past its time."""
-        self._copies.tick()
+        self.copies.tick()
         self.slab.expire()
         self._tell()
 
     async def close(self) -> None:
         """Pull nothing more. The transport is closed by whoever made it."""
-        await self._copies.close()
+        await self.copies.close()
         await self._patience.drain()
 
     # -- KvNode ------------------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ class KvCacheNode:
         return dropped
 
     async def note_remote_reads(self, source: NodeId, keys: bytes, parent: bytes) -> None:
-        self._copies.note(source, _keys(keys), _parent(parent))
+        self.copies.note(source, _keys(keys), _parent(parent))
 
     async def clear(self) -> int:
         dropped = self.slab.clear()
@@ -143,13 +143,13 @@ class KvCacheNode:
     async def events(self, after: EventsAfter) -> EventsPage:
         """The batches since; when there are none even after `wait_s`, a heartbeat."""
         page = self._events.page(after.epoch, after.sequence)
-        if not page.batches and after.wait_s > 0:
+        if after.wait_s > 0 and not any(batch.stored or batch.removed or batch.cleared for batch in page.batches):
             self._news.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(after.wait_s, MOST_WAIT_S)):
                     await self._news.wait()
             page = self._events.page(after.epoch, after.sequence)
-        return page if page.batches else EventsPage((self._events.heartbeat(),))
+        return page
 
     async def report(self) -> NodeReport:
         slab = self.slab
@@ -158,7 +158,7 @@ class KvCacheNode:
             slab.epoch,
             slab.counts(),
             evictions=slab.evictions,
-            copies_in=self._copies.copied_blocks,
+            copies_in=self.copies.copied_blocks,
             leases_lapsed=slab.leases_lapsed,
         )
 

@@ -302,8 +302,7 @@ async def test_nothing_lands_after_close(ends: NearAndFar, far: Far) -> None:
     if late is not None:
         await until_settled(late.value)
     before = pool.rows.copy()
-    far.thaw()
-    far.describe()
+    far.run_on()
     assert (pool.rows == before).all()
     with pytest.raises(KVError):
         await near.read(FAR, [1], POOL, [1], timeout_s=30)

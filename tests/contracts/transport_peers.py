@@ -5,6 +5,7 @@ Both hold `SLOTS` slots of `SLOT_BYTES` bytes in two extents under region "slab"
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,11 @@ class Far(Protocol):
 
     def thaw(self) -> None: ...
 
+    def run_on(self) -> None:
+        """Thaw, and return once the peer has done something since; or has died of what it missed, as UCX does over TCP when a reader has
+        left while it was frozen."""
+        ...
+
     def kill(self) -> None: ...
 
     def restart(self, seed: int, generation: int) -> None: ...
@@ -86,6 +92,9 @@ class FarInProcess:
 
     def thaw(self) -> None:
         self._board.thaw("far")
+
+    def run_on(self) -> None:
+        self.thaw()
 
     def kill(self) -> None:
         self._board.kill("far")
@@ -139,6 +148,12 @@ class FarOverNixl:
     def thaw(self) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGCONT)
+
+    def run_on(self) -> None:
+        self.fresh = False
+        self.thaw()
+        with contextlib.suppress(EOFError, ConnectionError):
+            self.describe()
 
     def kill(self) -> None:
         self.fresh = False

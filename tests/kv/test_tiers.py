@@ -99,7 +99,7 @@ async def test_what_is_often_read_from_afar_is_copied_near(cluster: Cluster) -> 
         fetched = await worker.tiers.fetch(keys, blocks, (NodeRun(N1, 6),))
         tiers.append(fetched.landed[0])
         await worker.tiers.drain()
-        await cluster.nodes[0].cache._copies.drain()
+        await cluster.nodes[0].cache.copies.drain()
         assert worker.holds(blocks, keys)
     assert tiers == ["cluster", "cluster", "node"]
     assert (await cluster.nodes[0].cache.report()).copies_in == 6
