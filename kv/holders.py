@@ -18,10 +18,11 @@ from cpd_ray.ids import KEY_BYTES, BlockKey
 from kv.key_table import KeyTable, Slots, as_keys
 
 RUN_KEYS = 4096
-"""Keys are added in runs of this many: no more than that are ever over `max_keys`, and no more are equally old."""
+"""Keys are added and looked at in runs of at most this many."""
 FIRST_LOOK_KEYS = 64
 """A match looks at so many keys first, since most that fail fail early."""
 DROP_FRACTION = 16
+"""A run to add is no longer than this part of `max_keys` either: no more keys are ever too many, or equally old."""
 
 
 class HolderTable:
@@ -35,7 +36,7 @@ class HolderTable:
         self._table = KeyTable()
         self._sets = [0]  # by label; label 0 is an absent key's
         self._keys_with = [0]  # by label
-        self._label_of: dict[int, int] = {}  # one label of each set that isn't empty
+        self._label_of: dict[int, int] = {}  # a set may have more labels than this, once a holder has gone
         self._free_labels: list[int] = []
         self._count: dict[int, int] = {}  # keys by holder
         self._free_bits: list[int] = []
@@ -81,8 +82,9 @@ class HolderTable:
 
     def add(self, bit: int, keys: bytes) -> None:
         """The holder now has these (joined) keys."""
-        for start in range(0, len(keys), RUN_KEYS * KEY_BYTES):
-            self._add_run(bit, keys[start : start + RUN_KEYS * KEY_BYTES])
+        run_bytes = min(RUN_KEYS, 1 + self.max_keys // DROP_FRACTION) * KEY_BYTES
+        for start in range(0, len(keys), run_bytes):
+            self._add_run(bit, keys[start : start + run_bytes])
             self._drop_surplus()
 
     def remove(self, bit: int, keys: bytes) -> None:
@@ -125,8 +127,7 @@ class HolderTable:
                 "a holder's keys miscounted"
             )
         assert not everyone & sum(self._free_bits), "a bit is in use and free"
-        assert self._label_of.keys() == set(self._sets) - {0}, "a set without its label"
-        assert all(self._sets[label] == members for members, label in self._label_of.items()), "a label of another set"
+        assert all(members and self._sets[label] == members for members, label in self._label_of.items()), "a label of another set"
         free = set(self._free_labels)
         assert len(free) == len(self._free_labels), "a label is free twice"
         assert free == {label for label, n in enumerate(by_label) if label and not n}, "labels of no key are not the free ones"
