@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from cpd_ray.errors import CPDError, InvalidRequest, Overloaded, Unauthorized
+from cpd_ray.errors import CPDError, InvalidRequest, Overloaded, RequestTooLarge, Unauthorized
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +59,6 @@ def _headers(error: CPDError) -> dict[str, str]:
         return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, RequestTooLarge):
+        return {"Connection": "close"}  # the rest of it will not be read
     return {"Retry-After": "1"} if error.status == 503 else {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from actors.http.face import Face, ModelCard
+from actors.http.fit import answer_room, check_ids, check_named_ids
 from actors.http.identity import Caller, derive_salt
 from actors.http.limits import HttpLimits, at_most, check_metadata, check_stops
 from actors.http.rates import TenantRates
@@ -19,11 +20,9 @@ from actors.http.schemas import ChatBody, CompletionBody, GenerationBody
 from actors.text.template import Chat
 from cpd_ray import tokens as token_buffers
 from cpd_ray.clock import Clock
-from cpd_ray.errors import ContextLengthExceeded, InvalidRequest, UnknownModel
+from cpd_ray.errors import InvalidRequest, UnknownModel
 from cpd_ray.ids import RequestId
-from cpd_ray.types import MAX_TOP_LOGPROBS, GenerateRequest, SamplingParams
-
-DEFAULT_COMPLETION_TOKENS = 16
+from cpd_ray.types import MAX_TOP_LOGPROBS, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,38 +160,41 @@ class JobMaker:
         tokenise: Callable[[ModelCard, str], Awaitable[list[tuple[bytes, str]]]],
     ) -> Job:
         card = self.card(body.model)
-        n = 1 if body.n is None else body.n
-        if n < 1:
-            raise InvalidRequest("n must be at least 1", param="n")
-        at_most(n, self._limits.n, "n", "answers")
-        at_most(n * prompts, self._limits.choices, "n", "answers over all prompts")
-        sampling_params(
-            body, style, max_tokens=card.max_model_len, choice=0
-        )  # whatever is wrong there, tokenising would be in vain
-        caller = asked.caller
-        self._rates.take_request(caller.tenant)
-        salt = derive_salt(self._salt_secret, caller.tenant, body.cache_salt)
+        n = self._answers_a_prompt(body, prompts)
+        # whatever is wrong with these, tokenising would be in vain
+        check_named_ids(sampling_params(body, style.logprobs, max_tokens=card.max_model_len, choice=0), card)
+        tenant = asked.caller.tenant
+        self._rates.take_request(tenant)
+        salt = derive_salt(self._salt_secret, tenant, body.cache_salt)
         start_s = self._clock.now_s()
         tokenised = await tokenise(card, salt or "")
         tokenize_s = self._clock.now_s() - start_s
         choices = []
         for number, (tokens, echo) in enumerate(tokenised):
-            room = answer_room(body, token_buffers.count(tokens), card)
+            room = answer_room(body, token_buffers.count(tokens), card, "messages" if isinstance(body, ChatBody) else "prompt")
             for i in range(n):
                 index = number * n + i
                 request = GenerateRequest(
                     RequestId(f"{asked.id}-{index}"),
                     tokens,
-                    sampling_params(body, style, max_tokens=room, choice=i),
+                    sampling_params(body, style.logprobs, max_tokens=room, choice=i),
                     salt=salt,
                     adapter=card.adapter,
-                    tenant=caller.tenant,
+                    tenant=tenant,
                     priority=-(body.priority or 0),  # clients say it as vLLM does: lower goes first
                 )
                 choices.append(Choice(index, number, request, echo))
-        job = Job(asked.id, card.id, tuple(choices), style, caller.tenant, tokenize_s)
-        self._rates.take_tokens(caller.tenant, job.prompt_tokens)
+        job = Job(asked.id, card.id, tuple(choices), style, tenant, tokenize_s)
+        self._rates.take_tokens(tenant, job.prompt_tokens)
         return job
+
+    def _answers_a_prompt(self, body: GenerationBody, prompts: int) -> int:
+        n = 1 if body.n is None else body.n
+        if n < 1:
+            raise InvalidRequest("n must be at least 1", param="n")
+        at_most(n, self._limits.n, "n", "answers")
+        at_most(n * prompts, self._limits.choices, "n", "answers over all prompts")
+        return n
 
 
 class HasMessages(Protocol):
@@ -219,45 +221,3 @@ def chat_messages(body: HasMessages, limits: HttpLimits, *, add_generation_promp
         add_generation_prompt=add_generation_prompt if body.add_generation_prompt is None else body.add_generation_prompt,
         variables=body.chat_template_kwargs or {},
     )
-
-
-def check_ids(buffer: bytes, card: ModelCard, param: str) -> None:
-    """Raises InvalidRequest for an empty prompt and for ids that the model has no embedding for."""
-    ids = token_buffers.unpack(buffer)
-    if not ids:
-        raise InvalidRequest(f"{param} must hold at least one token", param=param)
-    if max(ids) >= card.vocab_size:
-        raise InvalidRequest(f"{param} has a token id outside the model's vocabulary of {card.vocab_size}", param=param)
-
-
-def check_named_ids(sampling: SamplingParams, card: ModelCard) -> None:
-    """Raises InvalidRequest for stop tokens and biases that are outside the vocabulary."""
-    for param, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", [i for i, _ in sampling.logit_bias])):
-        if ids and max(ids) >= card.vocab_size:
-            raise InvalidRequest(f"{param} has a token id outside the model's vocabulary of {card.vocab_size}", param=param)
-
-
-def answer_room(body: GenerationBody, prompt_tokens: int, card: ModelCard) -> int:
-    """How many tokens the answer may have; raises ContextLengthExceeded."""
-    param = "messages" if isinstance(body, ChatBody) else "prompt"
-    room = card.max_model_len - prompt_tokens
-    wanted = wanted_tokens(body)
-    if room < 1 or (wanted is not None and wanted > room):
-        asked = "" if wanted is None else f" and {wanted} tokens of answer were asked for"
-        raise ContextLengthExceeded(
-            f"the model's context is {card.max_model_len} tokens, but the prompt has {prompt_tokens}{asked}", param=param
-        )
-    if wanted is not None:
-        return wanted
-    return room if isinstance(body, ChatBody) else min(room, max(DEFAULT_COMPLETION_TOKENS, body.min_tokens or 0))
-
-
-def wanted_tokens(body: GenerationBody) -> int | None:
-    """max_tokens by either of its names; raises InvalidRequest when they disagree."""
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
-    wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    if wanted is not None and wanted < 1:
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        raise InvalidRequest(f"{name} must be at least 1", param=name)
-    return wanted

@@ -6,7 +6,7 @@ default of `SamplingParams` itself.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from actors.http.schemas import GenerationBody
 from cpd_ray.errors import InvalidRequest
@@ -17,12 +17,7 @@ _PLAIN = (
 )  # fmt: skip
 
 
-class LogprobsStyle(Protocol):
-    @property
-    def logprobs(self) -> int | None: ...
-
-
-def sampling_params(body: GenerationBody, style: LogprobsStyle, *, max_tokens: int, choice: int) -> SamplingParams:
+def sampling_params(body: GenerationBody, logprobs: int | None, *, max_tokens: int, choice: int) -> SamplingParams:
     """For the `choice`-th answer to a prompt: with a seed given, each answer has its own. Raises InvalidRequest, naming the field."""
     given: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     if body.top_k is not None:
@@ -33,7 +28,7 @@ def sampling_params(body: GenerationBody, style: LogprobsStyle, *, max_tokens: i
         given["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias:
         given["logit_bias"] = _logit_bias(body.logit_bias)
-    return SamplingParams(max_tokens=max_tokens, logprobs=style.logprobs, **given)
+    return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
 
 def _seed(seed: int, choice: int) -> int:

@@ -56,12 +56,19 @@ def _stops(value: Any) -> Any:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 Prompts = Annotated[
     tuple[str | bytes, ...],
     BeforeValidator(_prompts),
     WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, _IDS, {"type": "array", "items": _IDS}]}
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "minItems": 1, "items": {"type": "string"}},
+                _IDS,
+                {"type": "array", "minItems": 1, "items": _IDS},
+            ]
+        }
     ),
 ]
 TokenIds = Annotated[bytes, BeforeValidator(token_ids), WithJsonSchema(_IDS)]
@@ -76,9 +83,10 @@ Messages = Annotated[
     WithJsonSchema(
         {
             "type": "array",
+            "minItems": 1,
             "items": {
                 "type": "object",
-                "required": ["role"],
+                "required": ["role", "content"],
                 "properties": {
                     "role": {"type": "string"},
                     "content": {
