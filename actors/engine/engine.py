@@ -76,6 +76,8 @@ class AsyncEngine:
         self._scheduler.add(request)
         mailbox = Mailbox(lambda _: self._abort(request.request_id), self._give_back)
         self._mailboxes[request.request_id] = mailbox
+        for plan in self._scheduler.fetch_beside():
+            self._begin_fetch(plan)
         self._changed.set()
         return OutputStream(mailbox)
 

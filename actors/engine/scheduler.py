@@ -7,6 +7,7 @@ Invariant: while a step or a transfer may write into a block, nobody else is giv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,13 +118,28 @@ class Scheduler:
         assert self._step is None, "a step is in flight"
         self.pool.expire()
         self.pool.sweep()
-        chunks, fetches = SchedulingPass(self._live, self._tables, self.config, self._cost.cost, self._clock.now_s()).run()
-        for plan in fetches:
-            self._fetching[id(plan)] = (plan, self._live[plan.request_id])
+        chunks, fetches = self._pass().run()
+        self._remember(fetches)
         if chunks:
             self._step = StepPlan(tuple(map(_sequence_step, chunks)))
             self._in_step = tuple(chunk.sequence for chunk in chunks)
         return Scheduled(self._step, tuple(fetches))
+
+    def fetch_beside(self) -> tuple[FetchPlan, ...]:
+        """The fetches that can begin while a step is in flight, so that none waits for its end; none when no step is: `schedule` begins
+        them then."""
+        if self._step is None:
+            return ()
+        fetches = self._pass().fetches_beside_a_step()
+        self._remember(fetches)
+        return tuple(fetches)
+
+    def _pass(self) -> SchedulingPass:
+        return SchedulingPass(self._live, self._tables, self.config, self._cost.cost, self._clock.now_s())
+
+    def _remember(self, fetches: Iterable[FetchPlan]) -> None:
+        for plan in fetches:
+            self._fetching[id(plan)] = (plan, self._live[plan.request_id])
 
     def complete(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """The step has run: count it, commit the blocks that it filled, choose who ends. One output for each sampled token."""

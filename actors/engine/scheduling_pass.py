@@ -51,6 +51,23 @@ class SchedulingPass:
         chunks.sort(key=lambda chunk: chunk.sequence.remaining > 1)
         return chunks, self._fetches
 
+    def fetches_beside_a_step(self) -> list[FetchPlan]:
+        """The fetches to begin while a step is in flight: nobody is preempted, as the step may write to anyone's blocks, and whoever is
+        better placed and fetches nothing finds its room when the step has ended."""
+        self._inherit()
+        promised = 0
+        for sequence in sorted((s for s in self._live.values() if self._waits(s)), key=self._standing):
+            if not self._tables.wants_fetch(sequence):
+                promised += self._tables.missing(sequence)
+                continue
+            if self._active >= self._config.max_running:
+                break
+            begun, _ = self._tables.begin(sequence, spare=self._active + promised)
+            if begun is Begun.NO_ROOM:
+                break
+            self._book(sequence, begun)
+        return self._fetches
+
     # -- the order ---------------------------------------------------------------------------------------------------
 
     def _standing(self, sequence: Sequence) -> Standing:
@@ -131,8 +148,13 @@ class SchedulingPass:
 
     def _contends(self, sequence: Sequence) -> bool:
         if sequence.phase is Phase.WAITING:
-            return sequence.joined <= sequence.expected and sequence.id not in self._preempted
+            return self._waits(sequence) and sequence.id not in self._preempted
         return sequence.phase is Phase.RUNNING and sequence.remaining > 1
+
+    @staticmethod
+    def _waits(sequence: Sequence) -> bool:
+        """It holds nothing, and nobody else computes for it."""
+        return sequence.phase is Phase.WAITING and sequence.joined <= sequence.expected
 
     def _admit(self, sequence: Sequence, budget: int) -> None:
         """Begin a waiting sequence if it can compute or fetch now. Once one lacks blocks, none behind it may begin: they would take
@@ -147,6 +169,9 @@ class SchedulingPass:
         while begun is Begun.NO_ROOM and self._make_room(needed, sequence, decodes_too=False):
             begun, needed = self._tables.begin(sequence, spare=self._active)
         self._room = begun is not Begun.NO_ROOM
+        self._book(sequence, begun)
+
+    def _book(self, sequence: Sequence, begun: Begun) -> None:
         if begun is Begun.READY or begun is Begun.FETCHING:
             sequence.claim = self._standing(sequence)
             sequence.move(Event.RUN if begun is Begun.READY else Event.FETCH, self._now_s)

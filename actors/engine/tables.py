@@ -70,6 +70,10 @@ class BlockTables:
         """Leading blocks that a lower tier may deliver."""
         return self.usable(sequence) if self._wants_tail(sequence) else min(sequence.fetchable, self.usable(sequence))
 
+    def missing(self, sequence: Sequence) -> int:
+        """Blocks that a waiting sequence would take from the pool to begin."""
+        return self._blocks(sequence.known) - sequence.expected
+
     def begin(self, sequence: Sequence, spare: int) -> tuple[Begun, int]:
         """Take the committed prefix and fresh blocks for all other known tokens, leaving `spare` ones, and announce what will be
         computed. With NO_ROOM, how many blocks must be available for it; nothing is held then, nor with JOINED."""

@@ -133,3 +133,28 @@ def test_a_reused_id_waits_for_its_own_predecessors_blocks() -> None:
     assert rig.first("a").cached == CachedTokens(pool=8), "what the aborted step computed was committed"
     assert rig.answer("a") == oracle([*SHARED, 1], 2, VOCAB)
     rig.assert_nothing_held()
+
+
+def test_a_fetch_begins_beside_a_step_and_takes_no_room_that_a_better_placed_one_waits_for() -> None:
+    rig = Rig(blocks=24, block_size=4, config=EngineConfig(step_tokens=16, chunk_tokens=16))
+    rig.fetch_at_once = False
+    assert rig.scheduler.fetch_beside() == (), "without a step, schedule begins them"
+    rig.add("running", range(100, 140), 1)
+    step = rig.schedule()
+    assert step is not None
+    rig.add("urgent", range(200, 240), 1, priority=1)
+    rig.add("fetching", range(300, 320), 1, may_fetch_blocks=4)
+    assert rig.scheduler.fetch_beside() == (), "10 blocks run, 10 are the better-placed one's, and 5 more are not there"
+    assert rig.scheduler.abort(RequestId("urgent")) is not None
+    begun = rig.scheduler.fetch_beside()
+    assert [plan.request_id for plan in begun] == ["fetching"]
+    assert rig.scheduler.fetch_beside() == (), "each begins once"
+    rig.fetches += begun
+    rig.check()
+    rig.outputs.pop(RequestId("urgent"))
+    rig.land(begun[0])
+    rig.finish(step)
+    rig.run()
+    assert rig.answer("fetching") == rig.expect(range(300, 320), 1)
+    assert rig.first("fetching").cached is not None
+    rig.assert_nothing_held()

@@ -126,6 +126,9 @@ class Walk:
             self.abort()
         if self.rng.random() < 0.5 and self.rig.fetches:
             self.land()
+        if self.rng.random() < 0.7:
+            self.rig.fetches += self.rig.scheduler.fetch_beside()
+            self.rig.scheduler.check()
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
