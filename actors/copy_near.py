@@ -76,6 +76,11 @@ class CopyNear:
                 still.append((moving, reservation_id))
         self._moving = still
 
+    @property
+    def copying(self) -> int:
+        """Blocks that are being pulled or wait for it."""
+        return len(self._queued)
+
     async def drain(self) -> None:
         """Return when no pull is under way or waits."""
         while self._task is not None:

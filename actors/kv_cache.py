@@ -159,6 +159,7 @@ class KvCacheNode:
             slab.counts(),
             evictions=slab.evictions,
             copies_in=self.copies.copied_blocks,
+            copying=self.copies.copying,
             leases_lapsed=slab.leases_lapsed,
         )
 

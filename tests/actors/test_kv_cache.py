@@ -205,7 +205,9 @@ async def test_a_copy_is_pulled_after_enough_reads_with_its_checksums(pair: Pair
     await near.cache.copies.drain()
     assert near.slab.match(keys) == 0
     await near.cache.note_remote_reads(N1, join_keys(keys), b"")
+    assert (await near.cache.report()).copying == 6
     await near.cache.copies.drain()
+    assert (await near.cache.report()).copying == 0
     assert holds(near, keys)
     assert near.slab.lease("r", keys).checksums == pair.nodes[1].slab.lease("r", keys).checksums
     report = await near.cache.report()

@@ -58,14 +58,14 @@ def _processes() -> Iterator[None]:
 
 
 async def until_settled(moving: StillMoving) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while not moving.settled():  # noqa: ASYNC110 - `settled` is there to be polled
             await asyncio.sleep(0)
 
 
 async def read_until_it_fails(near: Transport, slot: int) -> None:
     """Shared memory of the dead stays readable until UCX has noticed."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while True:
             await near.read(FAR, [slot], POOL, [slot], timeout_s=30)
 
