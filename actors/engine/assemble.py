@@ -5,17 +5,20 @@ Owns the order of assembly only. Invariant: everything returned shares one devic
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from actors.engine.attention.choose import choose_backend
+from actors.engine.decoder import LeanDecoder
 from actors.engine.kv_memory import KvMemory
 from actors.engine.loading import load_model
 from actors.engine.runner import TorchRunner
 from actors.engine.sampler import Sampler
 from actors.models.facts import ModelFacts
+from actors.models.store import default_cache_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,10 @@ def assemble(
     device: str = "auto",
     attention: str = "auto",
     threads: int | None = None,
+    cache_dir: Path | None = None,
 ) -> TorchParts:
     """Load the model in `folder` over a pool of `blocks` blocks of `block_size` tokens. `threads`: torch's, for the whole process.
+    `cache_dir`: where compiled kernels are kept.
     Raises ModelUnavailable or ConfigError."""
     if threads is not None:
         torch.set_num_threads(threads)
@@ -45,5 +50,6 @@ def assemble(
     loaded = load_model(folder, dtype=dtype, device=place)
     memory = KvMemory(loaded.kv_shape(block_size), blocks, device=place)
     sampler = Sampler(loaded.facts.vocab_size, loaded.facts.eos_token_ids)
-    runner = TorchRunner(loaded, memory, choose_backend(attention, memory), sampler)
+    backend, ops = choose_backend(attention, memory, loaded.facts.query_heads, cache_dir or default_cache_dir(os.environ))
+    runner = TorchRunner(LeanDecoder(loaded, ops), memory, backend, sampler)
     return TorchParts(runner, memory, loaded.facts)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from actors.engine.kv_memory import KvMemory
 from actors.engine.plan import SequenceStep, StepPlan
 
 
@@ -42,7 +43,6 @@ class StepBatch:
     decodes: int
     tables: torch.Tensor
     lengths: torch.Tensor
-    longest: int
     chunks: tuple[Chunk, ...]
     sample_rows: torch.Tensor
 
@@ -51,58 +51,53 @@ class StepBatch:
         return int(self.tokens.shape[0])
 
 
-def build_batch(plan: StepPlan, block_size: int, device: str = "cpu") -> StepBatch:
-    """Lay a plan out. The plan must be valid: tokens in the vocabulary, tables long enough (the runner checks)."""
-    sequences = plan.sequences
+def build_batch(plan: StepPlan, memory: KvMemory, *, vocab_size: int) -> StepBatch:
+    """Lay a plan out for `memory`'s pool. An id outside the vocabulary is laid out as the last one: whoever samples reports it. A table
+    that is too short or names a block outside the pool is our own bug, and would write into other requests' KV: it stops here."""
+    sequences, device, block_size = plan.sequences, memory.tensor.device, memory.shape.block_size
     counts = np.fromiter((len(s.tokens) for s in sequences), np.int64, len(sequences))
     firsts = np.concatenate(([0], np.cumsum(counts)))
     tokens = np.concatenate([np.frombuffer(s.tokens, np.uint32) for s in sequences]).astype(np.int64)
     positions = np.concatenate([np.arange(s.start, s.start + len(s.tokens), dtype=np.int64) for s in sequences])
-    tables = [np.fromiter(s.block_table, np.int64, len(s.block_table)) for s in sequences]
-    slots = np.concatenate(
-        [table[positions[a:b] // block_size] for table, a, b in zip(tables, firsts[:-1], firsts[1:], strict=True)]
-    )
-    decodes = _leading_decodes(sequences)
-    padded, lengths = _decode_tables(sequences[:decodes], tables, block_size)
+    tables = [_table(s, block_size, memory.blocks) for s in sequences]
+    slots = np.concatenate([table[positions[a:b] // block_size] for table, a, b in zip(tables, firsts, firsts[1:], strict=False)])
+    decodes = next((i for i, n in enumerate(counts) if n != 1), len(counts))
+    padded, lengths = _decode_tables(sequences[:decodes], tables)
     chunks = tuple(
-        Chunk(int(firsts[i]), int(counts[i]), s.start, _on(tables[i][: -(-(s.start + counts[i]) // block_size)], device))
-        for i, s in enumerate(sequences)
-        if i >= decodes
+        Chunk(int(firsts[i]), int(counts[i]), sequences[i].start, _on(tables[i], device)) for i in range(decodes, len(sequences))
     )
-    sampled = np.array([firsts[i + 1] - 1 for i, s in enumerate(sequences) if s.sample], dtype=np.int64)
     return StepBatch(
-        tokens=_on(tokens, device),
+        tokens=_on(np.minimum(tokens, vocab_size - 1), device),
         positions=_on(positions, device),
         slot_blocks=_on(slots, device),
         slot_offsets=_on(positions % block_size, device),
         decodes=decodes,
         tables=_on(padded, device),
         lengths=_on(lengths, device),
-        longest=int(lengths.max()) if decodes else 0,
         chunks=chunks,
-        sample_rows=_on(sampled, device),
+        sample_rows=_on(np.array([last - 1 for last, s in zip(firsts[1:], sequences, strict=True) if s.sample], np.int64), device),
     )
 
 
-def _on(array: np.ndarray, device: str) -> torch.Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device == "cpu" else tensor.to(device, non_blocking=True)
+def _on(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
-def _leading_decodes(sequences: Sequence[SequenceStep]) -> int:
-    for i, s in enumerate(sequences):
-        if len(s.tokens) != 1:
-            return i
-    return len(sequences)
+def _table(step: SequenceStep, block_size: int, pool_blocks: int) -> np.ndarray:
+    """The blocks of the step's context, and no more."""
+    used = -(-(step.start + len(step.tokens)) // block_size)
+    assert len(step.tokens), f"{step.request_id}: nothing to compute"
+    assert used <= len(step.block_table), f"{step.request_id}: {len(step.block_table)} blocks, {used} needed"
+    table = np.fromiter(step.block_table, np.int64, used)
+    assert 0 <= table.min() and table.max() < pool_blocks, f"{step.request_id}: a block outside the pool"  # noqa: SIM300
+    return table
 
 
-def _decode_tables(
-    sequences: Sequence[SequenceStep], tables: Sequence[np.ndarray], block_size: int
-) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([s.start + 1 for s in sequences], dtype=np.int32)
-    used = -(-lengths // block_size)
-    padded = np.zeros((len(sequences), int(used.max()) if len(sequences) else 0), dtype=np.int32)
-    for row, table, blocks in zip(padded, tables, used, strict=False):
-        row[:] = table[0]
-        row[:blocks] = table[:blocks]
-    return padded, lengths
+def _decode_tables(sequences: Sequence[SequenceStep], tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    longest = max((len(table) for table, _ in zip(tables, sequences, strict=False)), default=0)
+    padded = np.empty((len(sequences), longest), dtype=np.int32)
+    for row, table in zip(padded, tables, strict=False):
+        row[: len(table)] = table
+        row[len(table) :] = table[0]
+    return padded, np.array([s.start + 1 for s in sequences], dtype=np.int32)

@@ -12,8 +12,8 @@ import torch
 
 from actors.engine.attention.base import AttentionBackend
 from actors.engine.batch import build_batch
+from actors.engine.decoder import Decoder
 from actors.engine.kv_memory import KvMemory
-from actors.engine.loading import BACKEND_ARGUMENT, LoadedModel
 from actors.engine.plan import Sampled, SequenceStep, StepPlan, StepResult
 from actors.engine.sampler import Sampler
 from cpd_ray.errors import EngineFault
@@ -22,12 +22,11 @@ from cpd_ray.errors import EngineFault
 class TorchRunner:
     """Implements `actors.engine.plan.StepRunner`."""
 
-    def __init__(self, loaded: LoadedModel, memory: KvMemory, backend: AttentionBackend, sampler: Sampler) -> None:
-        self._loaded = loaded
+    def __init__(self, decoder: Decoder, memory: KvMemory, backend: AttentionBackend, sampler: Sampler) -> None:
+        self._decoder = decoder
         self._memory = memory
         self._backend = backend
         self._sampler = sampler
-        self._vocab_size = loaded.facts.vocab_size
 
     def run(self, plan: StepPlan) -> StepResult:
         """See `StepRunner`. An empty plan is an empty result."""
@@ -35,30 +34,15 @@ class TorchRunner:
         if not plan.sequences:
             return StepResult((), 0.0)
         with torch.inference_mode():
-            logits = self.logits(plan)
-            sampled = self._sample([s for s in plan.sequences if s.sample], logits)
+            sampled = self._sample([s for s in plan.sequences if s.sample], self.logits(plan))
         return StepResult(sampled, time.perf_counter() - began)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> torch.Tensor:
         """Compute the plan's KV; returns `[sampled sequences, vocabulary]` in the model's dtype."""
-        self._check(plan)
-        batch = build_batch(plan, self._memory.shape.block_size, self._loaded.device)
-        tokens = batch.tokens.clamp(max=self._vocab_size - 1)
+        batch = build_batch(plan, self._memory, vocab_size=self._sampler.vocab_size)
         self._backend.prepare(batch)
-        model = self._loaded.model
-        hidden = model.model(
-            input_ids=tokens[None], position_ids=batch.positions[None], use_cache=False, **{BACKEND_ARGUMENT: self._backend}
-        ).last_hidden_state
-        return model.lm_head(hidden[0, batch.sample_rows])
-
-    def _check(self, plan: StepPlan) -> None:
-        """A plan that breaks its contract is our bug: it would write into other requests' blocks."""
-        block_size, blocks = self._memory.shape.block_size, self._memory.blocks
-        for s in plan.sequences:
-            end = s.start + len(s.tokens)
-            assert len(s.tokens) and len(s.block_table) * block_size >= end, f"{s.request_id}: block table ends before token {end}"
-            assert min(s.block_table) >= 0 and max(s.block_table) < blocks, f"{s.request_id}: block outside the pool"
+        return self._decoder.logits(batch, self._backend)
 
     def _sample(self, sequences: list[SequenceStep], logits: torch.Tensor) -> tuple[Sampled, ...]:
         if not sequences:
@@ -68,7 +52,7 @@ class TorchRunner:
 
     def _checked(self, step: SequenceStep, drawn: Sampled) -> Sampled:
         known = step.tokens if len(step.tokens) == 1 and step.start else step.history
-        if int(np.frombuffer(known, np.uint32).max()) >= self._vocab_size:
-            error = EngineFault(f"the prompt holds a token id outside the vocabulary of {self._vocab_size}")
+        if int(np.frombuffer(known, np.uint32).max()) >= self._sampler.vocab_size:
+            error = EngineFault(f"the prompt holds a token id outside the vocabulary of {self._sampler.vocab_size}")
             return Sampled(step.request_id, None, error=error)
         return drawn

@@ -33,7 +33,7 @@ class Sampler:
     """For one model. `eos_token_ids` are held back, with a request's own stop ids, until `min_tokens` are out."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos = tuple(i for i in eos_token_ids if i < vocab_size)
 
     def sample(self, sequences: Sequence[SequenceStep], logits: torch.Tensor) -> list[Sampled]:
@@ -72,11 +72,11 @@ class Sampler:
         values = row.copy() if _alters(step) else row
         if sampling.logit_bias:
             ids = np.array([i for i, _ in sampling.logit_bias], dtype=np.int64)
-            if ids.max() >= self._vocab_size:
-                raise InvalidRequest(f"logit_bias names a token outside the vocabulary of {self._vocab_size}", param="logit_bias")
+            if ids.max() >= self.vocab_size:
+                raise InvalidRequest(f"logit_bias names a token outside the vocabulary of {self.vocab_size}", param="logit_bias")
             np.add.at(values, ids, np.array([b for _, b in sampling.logit_bias], dtype=np.float32))
         if step.output_index < sampling.min_tokens:
-            held_back = [*self._eos, *(i for i in sampling.stop_token_ids if i < self._vocab_size)]
+            held_back = [*self._eos, *(i for i in sampling.stop_token_ids if i < self.vocab_size)]
             values[held_back] = -np.inf
         if _penalises(sampling):
             _penalise(values, step)
