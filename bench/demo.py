@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -168,6 +169,7 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--max-tokens", type=int, default=24)
     given = parser.parse_args()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # read when gRPC is imported, below
     from bench.demo_local import run_local
 
     return asyncio.run(run_local(given.model, given.dtype, given.prompt_tokens, given.max_tokens, Console(file=sys.stderr)))

@@ -39,6 +39,7 @@ from kv.node import KvNode
 
 log = logging.getLogger(__name__)
 ROOT = str(Path(__file__).resolve().parents[2])
+QUIET = {"NIXL_LOG_LEVEL": "WARN", "GRPC_VERBOSITY": "ERROR", "TRANSFORMERS_VERBOSITY": "error"}
 START_S = 180.0
 STOP_S = 20.0
 DEFAULT_SLAB_MIB = 512
@@ -142,7 +143,7 @@ class LocalCluster:
         name = str(spec.worker.worker if spec.worker else part.node)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "actors.local.process", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOT},
+            env={**os.environ, "PYTHONPATH": ROOT, **QUIET},
         )  # fmt: skip
         self._children[name] = _Child(process, spec, part.socket)
         assert process.stdin is not None and process.stdout is not None

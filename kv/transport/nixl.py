@@ -11,7 +11,9 @@ are merged by NIXL itself (`RegionBook` sorts them so).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from enum import Enum
@@ -21,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from nixl import _bindings
+from nixl import _bindings as nixlBind
 from nixl._api import nixl_agent, nixl_agent_config
 
 from cpd_ray.clock import Clock, SystemClock
@@ -132,7 +134,7 @@ class _Transfer:
     def _ask(self, ask: Callable[[Any], str]) -> bool:
         try:
             state = State(ask(self._handle))
-        except _bindings.nixlRemoteDisconnectError as error:
+        except nixlBind.nixlRemoteDisconnectError as error:
             self._sides[0].lost = True
             raise PeerGone(f"{self._sides[0].name} has disconnected") from error
         except _ERRORS as error:
@@ -140,6 +142,30 @@ class _Transfer:
         if state is State.FAILED:
             raise TransferFailed(f"a transfer from {self._sides[0].name} failed")
         return state is State.DONE
+
+
+PROGRESS_REST_US = 1000
+"""How long NIXL's progress thread rests when nothing moves. Its Python face leaves it at 0: a core spins in each idle process."""
+_starting = threading.Lock()
+
+
+class _RestingConfig(nixlBind.nixlAgentConfig):
+    """NIXL's agent configuration, whose progress thread rests whatever its Python face sets."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, PROGRESS_REST_US if name == "pthrDelay" else value)
+
+
+@contextlib.contextmanager
+def _resting_progress_thread() -> Iterator[None]:
+    """Agents started inside take `_RestingConfig`."""
+    with _starting:
+        usual = nixlBind.nixlAgentConfig
+        nixlBind.nixlAgentConfig = _RestingConfig
+        try:
+            yield
+        finally:
+            nixlBind.nixlAgentConfig = usual
 
 
 class NixlTransport:
@@ -229,7 +255,8 @@ class NixlTransport:
     # -- on the mover's thread ---------------------------------------------------------------------------------------
 
     def _start(self, backends: list[str]) -> None:
-        self._agent = nixl_agent(self._agent_name, nixl_agent_config(backends=backends))
+        with _resting_progress_thread():
+            self._agent = nixl_agent(self._agent_name, nixl_agent_config(backends=backends))
         self._agent.register_memory([(self._scratch.ctypes.data, SCRATCH_BYTES, 0, "")], "DRAM")
 
     def _register(self, region: str, memory: SlottedMemory) -> None:
