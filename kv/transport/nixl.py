@@ -43,7 +43,7 @@ ACKNOWLEDGE_S = 0.05
 CONNECT_S = 5.0
 SCRATCH_BYTES = 64
 
-_ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception))
+_ERRORS = tuple(kind for kind in vars(nixlBind).values() if isinstance(kind, type) and issubclass(kind, Exception))
 
 
 class State(Enum):
