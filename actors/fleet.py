@@ -42,7 +42,8 @@ class _Member:
 
 
 class Fleet:
-    """`router`: this router's name in `Origin`. `stale_after_s`: a worker that has not reported for so long is not chosen."""
+    """`router`: this router's name in `Origin`. `stale_after_s`: a worker that has been silent for so long, while others were asked, is
+    not chosen. (Silence is measured to the last round of asking, not to now: a stall of our own process is nobody's silence.)"""
 
     def __init__(self, router: str, clock: Clock, *, bytes_per_token: int, stale_after_s: float = 5.0) -> None:
         self._router = router
@@ -50,6 +51,7 @@ class Fleet:
         self._bytes_per_token = bytes_per_token
         self._stale_after_s = stale_after_s
         self._members: dict[WorkerId, _Member] = {}
+        self._asked_at_s = clock.now_s()
 
     # -- membership --------------------------------------------------------------------------------------------------
 
@@ -64,6 +66,10 @@ class Fleet:
         counted = report.seen.get(self._router, 0)
         for request_id in [r for r, sent in member.sent.items() if sent.sequence <= counted]:
             del member.sent[request_id]
+
+    def round_ended(self) -> None:
+        """Everyone was asked, and had time to answer."""
+        self._asked_at_s = self._clock.now_s()
 
     def gone(self, worker: WorkerId) -> None:
         """Dead or departed: not chosen until it reports again."""
@@ -125,7 +131,7 @@ class Fleet:
         return sum(len(m.sent) for m in self._members.values())
 
     def _fresh(self, member: _Member) -> bool:
-        return self._clock.now_s() - member.reported_at_s <= self._stale_after_s and member.report.state is not WorkerState.STARTING
+        return self._asked_at_s - member.reported_at_s <= self._stale_after_s and member.report.state is not WorkerState.STARTING
 
     def _view(self, member: _Member) -> WorkerView:
         report, now_s = member.report, self._clock.now_s()

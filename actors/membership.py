@@ -97,6 +97,7 @@ class Membership:
             *(self._ask_node(n, c) for n, c in nodes.items()),
             self._feed.refresh(self.roster),
         )
+        self._fleet.round_ended()
         self.on_change()
 
     def worker_died(self, worker: WorkerId) -> None:

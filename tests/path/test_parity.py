@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass
 
@@ -73,7 +74,7 @@ async def texts(cluster: LocalCluster, lengths: list[int], seed: int) -> list[li
 async def every_tier(cluster: LocalCluster, oracle: Oracle, prompt: list[int]) -> list[Got]:
     """Cold, from the other slab, the own slab, the pool, then a follow-up turn; each equal to the oracle, each count exact."""
     asker = Asker(cluster)
-    wanted = oracle.greedy(prompt, ANSWER)
+    wanted = await asyncio.to_thread(oracle.greedy, prompt, ANSWER)
     reusable = (len(prompt) - 1) // BLOCK * BLOCK
     cold = await asker.ask(prompt)
     await asker.settle()
@@ -92,7 +93,7 @@ async def every_tier(cluster: LocalCluster, oracle: Oracle, prompt: list[int]) -
         assert (own.route, own.cached) == ("warm", CachedTokens(pool=reusable))
     more = prompt + wanted + prompt[:70]
     turn = await asker.ask(more)
-    assert turn.tokens == oracle.greedy(more, ANSWER), f"follow-up after {len(prompt)} tokens"
+    assert turn.tokens == await asyncio.to_thread(oracle.greedy, more, ANSWER), f"follow-up after {len(prompt)} tokens"
     written = (len(prompt) + len(wanted) - 1) // BLOCK * BLOCK
     assert turn.cached.total == min(written, (len(more) - 1) // BLOCK * BLOCK)
     return [cold, far, near, own]
