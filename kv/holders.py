@@ -19,8 +19,6 @@ from kv.key_table import KeyTable, Slots, as_keys
 
 RUN_KEYS = 4096
 """Keys are added and looked at in runs of at most this many."""
-FIRST_LOOK_KEYS = 64
-"""A match looks at so many keys first, since most that fail fail early."""
 DROP_FRACTION = 16
 """A run to add is no longer than this part of `max_keys` either: no more keys are ever too many, or equally old."""
 
@@ -96,12 +94,12 @@ class HolderTable:
     def leading(self, keys: Sequence[BlockKey]) -> dict[int, int]:
         """By holder, how many of the leading `keys` it has; holders of none are left out."""
         runs: dict[int, int] = {}
-        still, first, look = sum(self._count), 0, FIRST_LOOK_KEYS
+        still, first = sum(self._count), 0
         while still and first < len(keys):
-            slots = self._table.find(as_keys(b"".join(keys[first : first + look])))
+            slots = self._table.find(as_keys(b"".join(keys[first : first + RUN_KEYS])))
             labels = self._table.labels(slots)
             found = len(slots)
-            for start in [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist()]:
+            for start in [0, *(np.flatnonzero(labels[1:] != labels[:-1]) + 1).tolist()]:
                 members = self._sets[labels[start]]
                 runs.update((bit, first + start) for bit in _bits(still & ~members))
                 still &= members
@@ -109,7 +107,7 @@ class HolderTable:
                     found = start
                     break
             self._table.touch(slots[:found])
-            first, look = first + found, RUN_KEYS
+            first += found
         runs.update((bit, first) for bit in _bits(still))
         return {bit: count for bit, count in runs.items() if count}
 

@@ -14,6 +14,7 @@ from cpd_ray.ids import KEY_BYTES, BlockKey, NodeId, SourceId, join_keys, split_
 from cpd_ray.messages import EventsAfter, EventsPage, KvEvents
 from kv.directory import MAX_FLOORS, RELAYED_BATCHES, UNKNOWN_EPOCH, Applied, Directory
 from kv.events import EventLog
+from kv.holders import RUN_KEYS
 
 A, B, NODE = SourceId("pool:a"), SourceId("slab:b"), NodeId("n")
 
@@ -61,7 +62,7 @@ def test_matches_longer_than_any_look(directory: Directory) -> None:
     directory.apply(batch(1, numbers))
     directory.apply(batch(1, [n for n in numbers if n != 9_000], source=B))
     assert directory.match(keys(*numbers)).blocks == {A: 10_000, B: 8_999}
-    for length in (63, 64, 65, 4159, 4160, 4161):
+    for length in (1, RUN_KEYS - 1, RUN_KEYS, RUN_KEYS + 1):
         assert directory.match([*keys(*range(1, length + 1)), key(20_000)]).blocks == {A: length, B: length}
     directory.check()
 
