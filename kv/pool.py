@@ -1,8 +1,8 @@
 """One worker's paged KV pool: which block is free, being computed, committed under a key, leased to a peer or quarantined.
 
-Owns reference counts, keys, single flight and leases (the eviction order is `kv.prefix_order`'s); owns no bytes, and knows no
-more of a request than its id. Event-loop thread only. Invariant: a block is handed out anew only when nobody references it
-and no transfer may still write to it.
+Owns states, references and keys; `kv.prefix_order` keeps the eviction order, `kv.single_flight` who computes what,
+`kv.pool_leases` who reads what. Owns no bytes, and knows no more of a request than its id. Event-loop thread only.
+Invariant: a block is handed out anew only when nobody references it and no transfer may still write to it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from enum import IntEnum
 from types import MappingProxyType
 
 from cpd_ray.clock import Clock
-from cpd_ray.errors import PoolExhausted, UnknownLease
+from cpd_ray.errors import PoolExhausted
 from cpd_ray.ids import BlockId, BlockKey, LeaseId, RequestId
 from cpd_ray.messages import PoolCounts
 from kv.events import EventLog
+from kv.pool_leases import PoolLease, PoolLeases
 from kv.prefix_order import PrefixOrder
+from kv.single_flight import SingleFlight
 
 
 class BlockState(IntEnum):
@@ -50,13 +52,6 @@ class Evictable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Lease:
-    holder: str
-    blocks: tuple[BlockId, ...]
-    ends_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class _Quarantine:
     blocks: tuple[BlockId, ...]
     settled: Callable[[], bool]
@@ -80,11 +75,8 @@ class BlockPool:
         self._free = [BlockId(i) for i in reversed(range(total_blocks))]  # a stack that hands neighbours out in ascending order
         self._block_of: dict[BlockKey, BlockId] = {}
         self._order = PrefixOrder()
-        self._announced: dict[BlockKey, tuple[RequestId, BlockId]] = {}
-        self._announcement: dict[BlockId, BlockKey] = {}
-        self._leases: dict[LeaseId, _Lease] = {}
-        self._lease_refs: dict[BlockId, int] = {}
-        self._leases_granted = 0
+        self._flight = SingleFlight()
+        self._leases = PoolLeases(events.epoch if events else 0)
         self._quarantines: list[_Quarantine] = []
 
     # -- what is cached ----------------------------------------------------------------------------------------------
@@ -99,8 +91,7 @@ class BlockPool:
 
     def computing(self, key: BlockKey) -> RequestId | None:
         """Who announced that a block will hold `key` and has neither committed nor left."""
-        announced = self._announced.get(key)
-        return announced[0] if announced else None
+        return self._flight.owner_of(key)
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """Reference the committed block of each key; raises KeyError, having taken nothing, when one isn't committed."""
@@ -147,7 +138,7 @@ class BlockPool:
         """One reference less to each of `blocks`, in chain order. An announcement of theirs is withdrawn: its owner leaves, so
         whoever waits for the key takes over."""
         for block in reversed(blocks):
-            self._withdraw(block)
+            self._flight.withdraw(block)
             self._dereference(block)
 
     def clear(self) -> int:
@@ -167,17 +158,13 @@ class BlockPool:
         """Say that `block` will hold `key`. False when the key is committed, or another block is announced for it: then `block`
         stays private."""
         self._assert_computing(block, key)
-        if key in self._block_of or self._announced.setdefault(key, (owner, block)) != (owner, block):
-            return False
-        self._announcement[block] = key
-        return True
+        return key not in self._block_of and self._flight.announce(owner, block, key)
 
     def commit(self, block: BlockId, key: BlockKey, parent: BlockKey | None) -> bool:
         """`block` holds `key`, which follows `parent` (None at the root). False when another block holds it: then `block` stays
         private. Either way nobody has to wait for the key any longer."""
         self._assert_computing(block, key)
-        if announced := self._announced.get(key):
-            self._withdraw(announced[1])
+        self._flight.settle(key)
         if key in self._block_of:
             return False
         self._move(block, BlockState.COMMITTED)
@@ -194,28 +181,16 @@ class BlockPool:
         """References of their own for `holder`, who may read `blocks` for `ttl_s`; they last `grace_s` longer, unless ended."""
         assert ttl_s > 0 and grace_s >= 0, "a lease of no time"
         self.retain(blocks)
-        for block in blocks:
-            self._lease_refs[block] = self._lease_refs.get(block, 0) + 1
-        self._leases_granted += 1
-        lease = LeaseId(f"{self._events.epoch if self._events else 0}-{self._leases_granted}")
-        self._leases[lease] = _Lease(holder, tuple(blocks), self._clock.now_s() + ttl_s + grace_s)
-        return lease
+        return self._leases.grant(PoolLease(holder, tuple(blocks), self._clock.now_s() + ttl_s + grace_s))
 
     def end_lease(self, lease: LeaseId) -> None:
         """Give the lease's references back; raises UnknownLease when it was never granted, has ended or has lapsed."""
-        ended = self._leases.pop(lease, None)
-        if ended is None:
-            raise UnknownLease(f"no lease {lease} here")
-        for block in reversed(ended.blocks):
-            left = self._lease_refs.pop(block) - 1
-            if left:
-                self._lease_refs[block] = left
+        for block in reversed(self._leases.end(lease)):
             self._dereference(block)
 
     def expire(self) -> list[LeaseId]:
         """End the leases whose time and grace are over; returns them."""
-        now_s = self._clock.now_s()
-        lapsed = [lease for lease, granted in self._leases.items() if now_s >= granted.ends_s]
+        lapsed = self._leases.over(self._clock.now_s())
         for lease in lapsed:
             self.end_lease(lease)
         self.leases_lapsed += len(lapsed)
@@ -224,7 +199,7 @@ class BlockPool:
     def quarantine(self, blocks: Sequence[BlockId], settled: Callable[[], bool]) -> None:
         """Take over the caller's reference to computing `blocks`, which a transfer may still write to until `settled()`."""
         for block in blocks:
-            self._withdraw(block)
+            self._flight.withdraw(block)
             self._move(block, BlockState.QUARANTINED)
             self._dereference(block)
         if blocks:
@@ -253,13 +228,14 @@ class BlockPool:
         """Blocks by state; `cached` are exactly the evictable ones."""
         free, cached = len(self._free), len(self._order)
         quarantined = sum(len(entry.blocks) for entry in self._quarantines)
-        leased = sum(1 for b, n in self._lease_refs.items() if self._refs[b] == n and self._state[b] is not BlockState.QUARANTINED)
+        leased = sum(1 for b, n in self._leases.on.items() if self._refs[b] == n and self._state[b] is not BlockState.QUARANTINED)
         active = self.total_blocks - free - cached - leased - quarantined
         return PoolCounts(self.total_blocks, free, cached, active, leased, quarantined)
 
     def check(self) -> None:
         """Assert every invariant."""
-        self._order.check()
+        for part in (self._order, self._flight, self._leases):
+            part.check()
         self._check_states()
         self._check_references()
         if self._events is not None:
@@ -277,20 +253,14 @@ class BlockPool:
         keyed = {BlockId(block): key for block, key in enumerate(self._key) if key is not None}
         assert set(keyed) == by_state[BlockState.COMMITTED], "a key on a block that is not committed, or none on one that is"
         assert {key: block for block, key in keyed.items()} == self._block_of, "keys and blocks disagree"
-        assert set(self._announcement) <= by_state[BlockState.COMPUTING], "an announced block that nobody computes"
-        assert {key: block for key, (_, block) in self._announced.items()} == {k: b for b, k in self._announcement.items()}
-        assert not self._announced.keys() & self._block_of.keys(), "announced and committed"
+        assert self._flight.blocks() <= by_state[BlockState.COMPUTING], "an announced block that nobody computes"
+        assert not self._flight.keys() & self._block_of.keys(), "announced and committed"
         assert min(self.counts().active, self.counts().leased) >= 0, "the counts don't add up"
 
     def _check_references(self) -> None:
-        leased: dict[BlockId, int] = {}
-        for lease in self._leases.values():
-            for block in lease.blocks:
-                leased[block] = leased.get(block, 0) + 1
-        assert leased == self._lease_refs, "lease references miscounted"
         for place, (state, refs) in enumerate(zip(self._state, self._refs, strict=True)):
             block = BlockId(place)
-            assert refs >= leased.get(block, 0), f"block {block} is leased more often than referenced"
+            assert refs >= self._leases.on.get(block, 0), f"block {block} is leased more often than referenced"
             assert refs == 0 or state is not BlockState.FREE, f"block {block} is free and referenced"
             assert refs > 0 or state is not BlockState.COMPUTING, f"block {block} is being computed by nobody"
         for key, block in self._block_of.items():
@@ -304,7 +274,7 @@ class BlockPool:
 
     def _assert_computing(self, block: BlockId, key: BlockKey) -> None:
         assert self._state[block] is BlockState.COMPUTING, f"block {block} is {self._state[block].name}, not being computed"
-        assert self._announcement.get(block, key) == key, f"block {block} is announced under another key"
+        assert self._flight.may_hold(block, key), f"block {block} is announced under another key"
 
     def _reference(self, block: BlockId) -> None:
         assert self._state[block] in (BlockState.COMPUTING, BlockState.COMMITTED), f"block {block} can't be referenced"
@@ -320,12 +290,8 @@ class BlockPool:
         if (key := self._key[block]) is not None:
             self._order.let_go(key)
         elif self._state[block] is BlockState.COMPUTING:
-            self._withdraw(block)
+            self._flight.withdraw(block)
             self._free_block(block)
-
-    def _withdraw(self, block: BlockId) -> None:
-        if (key := self._announcement.pop(block, None)) is not None:
-            del self._announced[key]
 
     def _drop_first(self) -> None:
         key = self._order.pop()
