@@ -145,7 +145,7 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
     # Qwen2 and Qwen3 state a window that they use only when told to
     if window is None or not config.get("use_sliding_window", config["model_type"] not in ("qwen2", "qwen3")):
         return (None,) * layers
-    first = int(config.get("max_window_layers", 0)) if config["model_type"] in ("qwen2", "qwen3") else 0
+    first = int(config.get("max_window_layers", 28)) if config["model_type"] in ("qwen2", "qwen3") else 0
     kinds = config.get("layer_types") or ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     if len(kinds) != layers:
         raise ValueError(f"{len(kinds)} layer_types for {layers} layers")
