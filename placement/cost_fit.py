@@ -1,7 +1,7 @@
 """How long a step takes, learnt while serving: the coefficients of `StepCost` from the steps that were run.
 
 Owns the fit only; it measures nothing and decides nothing. Recursive least squares in information form: each observation adds to a
-4x4 matrix whose older part fades, and the coefficients are solved for when someone asks. Invariant: no coefficient is ever negative.
+4x4 matrix whose older part fades, and every few of them the coefficients are solved for anew. Invariant: none is ever negative.
 
 Errors are counted relative to what was measured, so that a 20 ms decode step weighs as much as a 2 s chunk, and a stall of any
 length errs by less than one; beyond three times the usual error a step weighs less (Huber), so that a first step's warm-up

@@ -89,6 +89,10 @@ class AsyncEngine:
         self._scheduler.config = config
         self._changed.set()
 
+    def check(self) -> None:
+        """Assert every invariant of the scheduler, its block tables and the pool."""
+        self._scheduler.check()
+
     async def stop(self) -> None:
         """Abort everything; returns when no step, no transfer and no thread of the engine is left."""
         self._stopping = True

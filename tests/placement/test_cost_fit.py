@@ -36,8 +36,11 @@ def error(fit: StepCostFit, machine: StepCost, steps: list[Step]) -> float:
     return statistics.median(abs(fit.cost.predict_s(*step) / machine.predict_s(*step) - 1) for step in steps)
 
 
+@pytest.mark.parametrize(("stall_share", "stall_factor"), [(0.03, 10), (0.1, 3)])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_it_learns_any_machine_through_noise_stalls_and_a_cold_start(machine: StepCost) -> None:
+def test_it_learns_any_machine_through_noise_stalls_and_a_cold_start(
+    machine: StepCost, stall_share: float, stall_factor: float
+) -> None:
     rng = np.random.default_rng(1)
     fit = StepCostFit()
     probe = [decode(rng) for _ in range(50)] + [prefill(rng) for _ in range(50)]
@@ -47,12 +50,12 @@ def test_it_learns_any_machine_through_noise_stalls_and_a_cold_start(machine: St
         seconds = machine.predict_s(*step) * float(np.exp(rng.normal(0, 0.05)))
         if i == 0:
             seconds *= 30
-        elif rng.random() < 0.03:
-            seconds *= 10
+        elif rng.random() < stall_share:
+            seconds *= stall_factor
         fit.observe(*step, seconds)
         if i == 30:
             assert error(fit, machine, probe) < 0.2, "useful after thirty steps"
-    assert error(fit, machine, probe) < 0.02
+    assert error(fit, machine, probe) < 0.01
     assert fit.cost.samples == pytest.approx(400, abs=8)
 
 

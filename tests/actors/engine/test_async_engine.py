@@ -202,7 +202,8 @@ async def test_closing_during_a_fetch_waits_for_the_transfer() -> None:
         assert rig.pool.counts().active == 0
 
 
-async def test_others_compute_during_a_fetch_and_the_fetch_wakes_the_loop() -> None:
+async def test_others_compute_during_a_fetch_and_the_fetch_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.engine.engine.BLOCKED_POLL_S", 1000.0)
     rig = Rig()
     port = SlowPort(rig)
     async with serving(rig, port=port) as engine:

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpd_ray.config import EngineConfig
@@ -48,6 +48,9 @@ def test_chunks_end_at_block_borders() -> None:
     st.sampled_from([0.5, 2.0, 20.0]),
     st.sampled_from([4, 16]),
 )
+@example(
+    [(50, 0.0), (50, 0.0), (1, 0.0078125)], 0.5, 4
+)  # the first one's end leaves less than a block, which only the last could use
 def test_nobody_starves(arrivals: list[tuple[int, float]], aging_s: float, chunk: int) -> None:
     """The bound: what arrives more than `aging_s` times a prompt's predicted seconds after it computes nothing before it has its
     first token, but in steps in which it computes too. So only what came before that can delay it: finite work, whatever follows."""

@@ -59,6 +59,39 @@ def test_a_resumed_prompt_reuses_what_it_committed() -> None:
     rig.assert_nothing_held()
 
 
+def test_what_a_preempted_prompt_lost_from_the_pool_is_fetched_not_recomputed() -> None:
+    rig = Rig(blocks=30, config=EngineConfig(step_tokens=16, chunk_tokens=16))
+    rig.add("cold", prompt(112, 1), 1)
+    for _ in range(3):
+        rig.step()
+    rig.add("warm", prompt(40, 2), 1)
+    rig.run(until=lambda: bool(rig.outputs[RequestId("warm")]))
+    rig.pool.clear()
+    rig.run()
+    assert rig.last("cold").computed_tokens == 112
+    assert rig.first("cold").cached == CachedTokens()
+    assert rig.answer("cold") == oracle(prompt(112, 1), 1, VOCAB)
+
+
+def test_nobody_is_preempted_for_room_that_still_would_not_do() -> None:
+    """The cached prefix of the waiting one is evictable, but not for itself."""
+    rig = Rig(blocks=20, config=EngineConfig(step_tokens=4, chunk_tokens=4))
+    stem = prompt(33, 1)
+    rig.add("fill", stem, 1)
+    rig.run()
+    outside = rig.pool.allocate(8)
+    rig.add("running", prompt(16, 2), 1)
+    rig.step()
+    rig.add("urgent", [*stem, *prompt(31, 3)], 1, priority=5)
+    plan = rig.step()
+    assert plan is not None
+    assert [s.request_id for s in plan.sequences] == ["running"]
+    rig.pool.release(outside)
+    rig.run()
+    assert rig.first("urgent").cached == CachedTokens(pool=32)
+    rig.assert_nothing_held()
+
+
 def test_a_request_as_large_as_the_pool_runs_among_others() -> None:
     rig = Rig(blocks=20)
     for i in range(8):
