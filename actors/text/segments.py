@@ -24,9 +24,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 MIN_PART_CHARS = 64
-"""Nearer than this to the last cut no added token is cut at: parts would cost more than they save."""
 LINE_PART_CHARS = 2048
-"""A part longer than this is cut at the next line that allows it."""
 
 _LINE_BREAK = re.compile(r"[!-~]\n(?=[A-Za-z])")
 _PATTERNS = (
@@ -40,9 +38,17 @@ _PATTERNS = (
 
 
 class Segmenter:
-    """Cuts texts for one tokenizer. A tokenizer about which nothing is known gets whole texts back."""
+    """Cuts texts for one tokenizer, about which nothing may be known: then texts stay whole.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    `min_part_chars`: nearer than this to the last cut no added token is cut at, since parts would cost more than they save.
+    `line_part_chars`: a part longer than this is cut at the next line break that allows it.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, min_part_chars: int = MIN_PART_CHARS, line_part_chars: int = LINE_PART_CHARS
+    ) -> None:
+        self._min_part_chars = min_part_chars
+        self._line_part_chars = line_part_chars
         added = list(tokenizer.get_added_tokens_decoder().values())
         raw = [token for token in added if not token.normalized and token.content]
         deterministic = _is_deterministic(_state(tokenizer.model))
@@ -65,12 +71,12 @@ class Segmenter:
     def _cuts(self, text: str) -> Iterator[int]:
         start = 0
         for at in self._token_cuts(text):
-            if at - start < MIN_PART_CHARS:
+            if at - start < self._min_part_chars:
                 continue
             for line in self._line_cuts(text, start, at):
                 yield line
                 start = line
-            if at - start >= MIN_PART_CHARS:
+            if at - start >= self._min_part_chars:
                 yield at
                 start = at
         yield from self._line_cuts(text, start, len(text))
@@ -82,8 +88,8 @@ class Segmenter:
                     yield found.start()
 
     def _line_cuts(self, text: str, start: int, end: int) -> Iterator[int]:
-        while self._lines and end - start > LINE_PART_CHARS:
-            found = _LINE_BREAK.search(text, start + LINE_PART_CHARS - 2, end)
+        while self._lines and end - start > self._line_part_chars:
+            found = _LINE_BREAK.search(text, start + self._line_part_chars - 2, end)
             if found is None:
                 return
             start = found.end()

@@ -16,6 +16,7 @@ CORPUS = [
     "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\r\n",
     "user assistant system Hello, world! What's the answer? I'll say 42.\n",
     "日本語のテキストと中文文本还有 emoji 👍🏽 and naïve café Ünïcödé.\n",
+    "a!\n \n.b!\n \n.c!\n \n.\n\n\n  \n",
     "Zürich <b>html</b> | [INST] & {json: [1, 2, 3]}\n",
 ] * 4
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -124,7 +125,9 @@ def awkward() -> Tokenizer:
             AddedToken("<|r|>", special=True, normalized=False, rstrip=True),
             AddedToken("<|w|>", special=True, normalized=False, single_word=True),
             AddedToken("<|b", special=True, normalized=False),
+            AddedToken("<|b<|im_end|>", special=True, normalized=False),
             AddedToken("|>", special=False, normalized=False),
+            AddedToken("p<|im", special=False, normalized=True),
             AddedToken("sheep", special=False, normalized=True),
             AddedToken("  ", special=False, normalized=True),
         ]

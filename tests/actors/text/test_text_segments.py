@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from actors.text.segments import LINE_PART_CHARS, MIN_PART_CHARS, Segmenter
+from actors.text.segments import LINE_PART_CHARS, Segmenter
 
 ATOMS = [
     "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_start|>user\n", "<|im_", "start|>", "<|r|>", "<|w|>", "<|b", "|>", "<|l|>", "<unk>",
@@ -28,33 +28,27 @@ def in_parts(tokenizer: Tokenizer, segmenter: Segmenter, text: str) -> list[int]
     return [i for part in segmenter.cut(text) for i in whole(tokenizer, part)]
 
 
-@settings(max_examples=150)
-@given(text=hostile)
-@example("x" * 70 + "<|im_start|>" + " y" * 50 + "<|im_end|>")
-@example("")
-def test_parts_tokenise_as_the_whole(tokenizer: Tokenizer, text: str) -> None:
-    segmenter = Segmenter(tokenizer)
-    parts = segmenter.cut(text)
-    assert "".join(parts) == text
+@settings(max_examples=100)
+@given(text=hostile, min_part=st.integers(1, 40), line_part=st.integers(3, 80))
+@example(text="x  <|l|> y<|w|>z <|w|> y<|w|> <|r|> \n\nA", min_part=1, line_part=3)
+@example(text="x<|b<|im_end|> y", min_part=1, line_part=3)
+@example(text="sheep<|im_start|>user<|im_end|>x<|im_end|>|>p<|im_end|>", min_part=1, line_part=3)
+@example(text="!\n \n.!\n !\n\nA.\n\tB!\n\u0301C !\nA", min_part=1, line_part=3)
+@example(text="", min_part=64, line_part=2048)
+def test_parts_tokenise_as_the_whole(tokenizer: Tokenizer, text: str, min_part: int, line_part: int) -> None:
+    """With parts much shorter than in use, so that each place that allows a cut is cut at."""
+    segmenter = Segmenter(tokenizer, min_part_chars=min_part, line_part_chars=line_part)
+    assert "".join(segmenter.cut(text)) == text
     assert in_parts(tokenizer, segmenter, text) == whole(tokenizer, text)
 
 
 @settings(max_examples=100)
-@given(lines=st.lists(st.one_of(st.sampled_from(ATOMS), st.text(max_size=8)), min_size=1, max_size=12), data=st.data())
-def test_every_cut_between_lines_holds(tokenizer: Tokenizer, lines: list[str], data: st.DataObject) -> None:
-    """Long lines are cut wherever the rule allows: slide the text so that each allowed place comes up."""
-    body = "".join(lines)
-    pad = data.draw(st.integers(0, max(1, len(body))))
-    text = "p" * (LINE_PART_CHARS - pad) + body * 3
-    assert in_parts(tokenizer, Segmenter(tokenizer), text) == whole(tokenizer, text)
-
-
-@settings(max_examples=60)
 @given(first=hostile, second=hostile)
 def test_a_longer_text_has_its_prefix_s_cuts(tokenizer: Tokenizer, first: str, second: str) -> None:
-    segmenter = Segmenter(tokenizer)
+    min_part, line_part, longest_token = 8, 30, 16
+    segmenter = Segmenter(tokenizer, min_part_chars=min_part, line_part_chars=line_part)
     short, long = segmenter.cut(first), segmenter.cut(first + second)
-    reach = len(first) - LINE_PART_CHARS - MIN_PART_CHARS - 16
+    reach = len(first) - line_part - min_part - longest_token
     ends, settled = 0, 0
     for part in short[:-1]:
         ends += len(part)
