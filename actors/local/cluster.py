@@ -59,9 +59,11 @@ TWO_NODES = (NodePlan("n0", (Role.PRE_PREFILL,)), NodePlan("n1", (Role.PREFILL, 
 
 @dataclass(slots=True)
 class _Child:
+    """`serving`: it has said that it is ready; before that it has nothing to put in order."""
+
     process: asyncio.subprocess.Process
     spec: ProcessSpec
-    socket: str
+    serving: bool = False
 
 
 class LocalCluster:
@@ -100,8 +102,10 @@ class LocalCluster:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self.router.close()
-        await self._stop()
+        try:
+            await self.router.close()
+        finally:
+            await self._stop()
 
     async def _start(self) -> None:
         facts = build.facts_of(self.config)  # prepares the model once, before the children all want it
@@ -114,14 +118,14 @@ class LocalCluster:
             peers = {n: s for n, s in sockets.items() if n != node}
             slots = self._slab_bytes // layout.block_bytes
             specs.append(ProcessSpec(node=NodeSpec(node, sockets[node], config, slots, self._epoch, peers)))
-        await asyncio.gather(*(self._spawn(s) for s in specs))
+        await self._spawn_all(specs)
         workers = []
         for plan in self._plans:
             for index, role in enumerate(plan.roles):
                 name = WorkerId(f"{plan.name}-{role.replace('_', '-')}-{index}")
                 socket = str(self._folder / f"{name}.sock")
                 workers.append(ProcessSpec(worker=WorkerSpec(name, role, NodeId(plan.name), socket, config, self._epoch, sockets)))
-        await asyncio.gather(*(self._spawn(s) for s in workers))
+        await self._spawn_all(workers)
         await self._introduce()
         fleet = Fleet("router", self.clock, bytes_per_token=layout.bytes_per_token)
         membership = Membership(self, fleet, SourceFeed(self.directory))
@@ -137,6 +141,12 @@ class LocalCluster:
         for worker, client in self._workers.items():
             await asyncio.gather(*(client.connect(peer) for peer in described if peer.peer != worker))
 
+    async def _spawn_all(self, specs: Sequence[ProcessSpec]) -> None:
+        """Raises the first one's error once all have started or failed, so that none is on its way when the cluster is taken down."""
+        for outcome in await asyncio.gather(*(self._spawn(s) for s in specs), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
     async def _spawn(self, spec: ProcessSpec) -> None:
         part = spec.node or spec.worker
         assert part is not None, "an empty spec"
@@ -145,12 +155,13 @@ class LocalCluster:
             sys.executable, "-m", "actors.local.process", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": ROOT, **QUIET},
         )  # fmt: skip
-        self._children[name] = _Child(process, spec, part.socket)
+        child = self._children[name] = _Child(process, spec)
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(spec) + b"\n")
         async with asyncio.timeout(START_S):
             if await process.stdout.readline() != b"ready\n":
                 raise ModelUnavailable(f"{name} ended while starting; its error is above")
+        child.serving = True
         connection = Connection(part.socket, WorkerGone if spec.worker else PeerGone)
         self._connections[name] = connection
         if spec.worker is None:
@@ -167,24 +178,28 @@ class LocalCluster:
             await child.process.wait()
             if child.spec.worker is not None:
                 for node in self._nodes.values():
-                    await node.writer_gone(name)
+                    with contextlib.suppress(PeerGone):
+                        await node.writer_gone(name)
 
     async def _stop(self) -> None:
         for connection in self._connections.values():
             await connection.close()
-        for child in self._children.values():
-            if child.process.stdin is not None:
-                child.process.stdin.close()
-        for child in self._children.values():
-            try:
-                async with asyncio.timeout(STOP_S):
-                    await child.process.wait()
-            except TimeoutError:
-                log.warning("process %d does not end; killing it", child.process.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.kill()
-                await child.process.wait()
+        await asyncio.gather(*(self._end(child) for child in self._children.values()))
         self._children.clear()
         self._workers.clear()
         self._nodes.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _end(self, child: _Child) -> None:
+        process = child.process
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_S if child.serving else 0):
+                await process.wait()
+        except TimeoutError:
+            if child.serving:
+                log.warning("process %d does not end; killing it", process.pid)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()

@@ -1,15 +1,19 @@
 """A process of a local cluster: one node's KV cache, or one worker. Reads its spec from the first line of stdin, says `ready` on stdout.
 
-Invariant: it ends when its stdin closes, so it never outlives whoever started it, however that one died.
+Invariant: it ends when its stdin closes, so it never outlives whoever started it, however that one died; if it can't end in good order
+within END_S, it says where it hangs and ends all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
 import os
 import sys
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -23,7 +27,7 @@ from actors.local.wire import Connection, serve
 from actors.worker import Identity, Worker
 from cpd_ray.clock import SystemClock
 from cpd_ray.config import load
-from cpd_ray.errors import PeerGone
+from cpd_ray.errors import KVError, PeerGone
 from cpd_ray.ids import NodeId
 from kv.node import KvNode
 from kv.shared import SharedSlab, attach, create
@@ -31,6 +35,7 @@ from kv.sides import SlabSide
 
 log = logging.getLogger(__name__)
 TICK_S = 0.1
+END_S = 15.0
 READY = os.dup(1)
 """Our own way to whoever started us; what libraries print on stdout goes to stderr."""
 os.dup2(2, 1)
@@ -60,24 +65,28 @@ async def run_node(spec: NodeSpec) -> None:
     cache = build.make_node(config, spec.node, memory, transport, epoch=spec.epoch, clock=SystemClock())
     server = await serve(spec.socket, {KvNode: cache, SlabHost: _SlabHost(slab)})
     peers = {node: connection.client(KvNode, node=node) for node, connection in connect_all(spec.peers).items()}
-    ticking = asyncio.create_task(_tick_node(cache, peers))
-    await _until_stdin_closes()
-    ticking.cancel()
+    await _until_stdin_closes(_tick_node(cache), _meet(cache, peers))
     await server.stop(0)
     await cache.close()
     await asyncio.to_thread(transport.close)
 
 
-async def _tick_node(cache: KvCacheNode, peers: dict[NodeId, KvNode]) -> None:
-    waiting = dict(peers)
+async def _tick_node(cache: KvCacheNode) -> None:
     while True:
+        cache.tick()
+        await asyncio.sleep(TICK_S)
+
+
+async def _meet(cache: KvCacheNode, peers: dict[NodeId, KvNode]) -> None:
+    """Connect to the other nodes as they come up."""
+    waiting = dict(peers)
+    while waiting:
         for node, client in list(waiting.items()):
             try:
                 await asyncio.to_thread(cache.connect_node, await client.describe(), client)
                 del waiting[node]
-            except PeerGone:
-                log.debug("node %s is not up yet", node)
-        cache.tick()
+            except KVError as error:
+                log.debug("node %s is not up yet: %s", node, error)
         await asyncio.sleep(TICK_S)
 
 
@@ -95,9 +104,7 @@ async def run_worker(spec: WorkerSpec) -> None:
         {DecodeClient: LocalDecode(worker)} if isinstance(worker, DecodeWorker) else {PrefillClient: LocalPrefill(worker)}
     )
     server = await serve(spec.socket, service)
-    ticking = asyncio.create_task(_tick_worker(worker.worker))
-    await _until_stdin_closes()
-    ticking.cancel()
+    await _until_stdin_closes(_tick_worker(worker.worker))
     await server.stop(0)
     await worker.worker.stop()
 
@@ -108,11 +115,27 @@ async def _tick_worker(worker: Worker) -> None:
         await asyncio.sleep(TICK_S)
 
 
-async def _until_stdin_closes() -> None:
+async def _until_stdin_closes(*beside: Coroutine[Any, Any, None]) -> None:
+    """Say `ready` and do what is to be done `beside`, until stdin closes; an error of those is raised here."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     os.write(READY, b"ready\n")
+    async with contextlib.AsyncExitStack() as stack:
+        tasks = [asyncio.create_task(coroutine) for coroutine in beside]
+        for task in tasks:
+            stack.callback(task.cancel)
+        end = asyncio.create_task(_end_of(reader))
+        stack.callback(end.cancel)
+        while not end.done():
+            await asyncio.wait({end, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in tasks if task.done()]:
+                task.result()
+                tasks.remove(task)
+    faulthandler.dump_traceback_later(END_S, exit=True)
+
+
+async def _end_of(reader: asyncio.StreamReader) -> None:
     while await reader.read(4096):
         pass
 
@@ -131,6 +154,15 @@ def main() -> None:
         asyncio.run(run_node(spec.node))
     elif spec.worker is not None:
         asyncio.run(run_worker(spec.worker))
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """All is closed. The interpreter would take a second of CPU to take torch's modules apart, which is many when all processes end at
+    once on a busy machine."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
