@@ -35,8 +35,8 @@ CPD_2D = Topology("CPD-2D", 1, 1, 2)
 @dataclass(frozen=True, slots=True)
 class System:
     """`policy`: a name of `placement.routing.registry`. `order`: the worker's scheduling. `shared`: workers read other nodes' slabs.
-    `chunk_tokens`, `step_tokens`: a prompt's chunk when others wait, and when alone. 2,048 tokens a step is what engines commonly use to
-    bound the time between tokens; here it bounds how long a warm prompt waits for a cold one to yield."""
+    `chunk_tokens`, `step_tokens`: a prompt's chunk when others wait, and when alone. 16,384 tokens is SGLang's default chunk on GPUs of more
+    than 160 GB (its server_args.py, "B200, MI300"), the stack of most published P/D deployments; our own policy takes shorter ones."""
 
     name: str
     topology: Topology
@@ -44,8 +44,8 @@ class System:
     order: str
     shared: bool
     spill_after_s: float = 2.0
-    chunk_tokens: int = 2048
-    step_tokens: int = 8192
+    chunk_tokens: int = 16384
+    step_tokens: int = 16384
     aging_s: float = 10.0
     max_in_flight: int = 24
 
@@ -62,7 +62,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
             System("pd_shared", PD_2P2D, "shared", "fcfs", shared=True),
             System("pd_best", PD_2P2D, "affinity_shared", "shortest", shared=True),
             System("cpd_threshold", CPD_2D, "threshold", "fcfs", shared=True),
-            System("cpd_cost", CPD_2D, "cost", "shortest", shared=True),
+            System("cpd_cost", CPD_2D, "cost", "shortest", shared=True, chunk_tokens=2048, step_tokens=4096),
         )
     }
 )

@@ -1,8 +1,7 @@
 """The paper's coding agent: sessions over a large shared code base that read, analyse, edit and iterate, beside one-off prompts.
 
 Parameters are the benchmark's fixed definition (issue C of the plan; the blog post that introduced CPD describes the workload in
-words only). Closed loop within a session, Poisson between sessions. Invariant: every prompt lies within `context_tokens`
-(sessions) or `one_off_tokens` (one-off prompts).
+words only). Closed loop within a session, Poisson between sessions. Invariant: every prompt and its answer fit in `max_context_tokens`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from bench.workload.types import Session, Turn, check_rate, stream_keys
 
 @dataclass(frozen=True, slots=True)
 class AgentMix:
-    """`one_off`: share of arrivals that are a single unrelated long prompt; the others are sessions of `turns` turns. Ranges are
-    uniform. `context_tokens` holds over the whole session: its first prompt leaves room for what the later turns add.
+    """`one_off`: share of arrivals that are a single unrelated long prompt; the others are sessions of `turns` turns. Ranges are uniform.
+    `context_tokens`: the first prompt of a session, shortened where the session would outgrow `max_context_tokens` (Llama 3.1's limit).
     `shared_tokens`: the head (system prompt and tools) that all sessions have in common."""
 
     name: str
@@ -29,6 +28,7 @@ class AgentMix:
     output_tokens: tuple[int, int] = (150, 600)
     think_s: tuple[float, float] = (4.0, 20.0)
     shared_tokens: int = 2_048
+    max_context_tokens: int = 131_072
 
     def __post_init__(self) -> None:
         if not 0 <= self.one_off <= 1 or self.turns < 1:
@@ -62,9 +62,8 @@ class AgentMix:
     def _turns(self, rng: random.Random) -> tuple[Turn, ...]:
         added = [0] + [rng.randint(*self.added_tokens) for _ in range(self.turns - 1)]
         outputs = [rng.randint(*self.output_tokens) for _ in range(self.turns)]
-        growth = sum(added) + sum(outputs[:-1])
-        low, high = self.context_tokens
-        context = rng.randint(low, max(low, high - growth))
+        growth = sum(added) + sum(outputs)
+        context = min(rng.randint(*self.context_tokens), self.max_context_tokens - growth)
         turns = []
         for i in range(self.turns):
             context += added[i] + (outputs[i - 1] if i else 0)
