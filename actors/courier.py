@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterator
+from typing import cast
 
+from actors.clients import PrefillClient
 from actors.fleet import Fleet
 from actors.flight import Flight
 from actors.membership import Membership
@@ -40,10 +42,10 @@ class Courier:
         new, seconds = chosen.new_tokens, chosen.fetch_s + chosen.prefill_s
         with self._blames(flight, worker):
             client = self._fleet.prefill_client(worker)
-            with self._fleet.dispatch(worker, request.request_id, new_tokens=new, seconds=seconds) as origin:
+            with self._fleet.dispatch(worker, flight.name, new_tokens=new, seconds=seconds) as origin:
                 result = await client.prefill(
                     PrefillRequest(
-                        request_id=request.request_id,
+                        request_id=flight.name,
                         root=flight.root,
                         tokens=flight.tokens,
                         prompt_tokens=request.prompt_tokens,
@@ -70,10 +72,10 @@ class Courier:
         try:
             with self._blames(flight, worker):
                 client = self._fleet.decode_client(worker)
-                with self._fleet.dispatch(worker, request.request_id, new_tokens=0, seconds=0.0) as origin:
+                with self._fleet.dispatch(worker, flight.name, new_tokens=0, seconds=0.0) as origin:
                     stream = client.decode(
                         DecodeRequest(
-                            request_id=request.request_id,
+                            request_id=flight.name,
                             root=flight.root,
                             tokens=flight.tokens,
                             prompt_tokens=request.prompt_tokens,
@@ -110,8 +112,12 @@ class Courier:
         await asyncio.gather(*self._telling, return_exceptions=True)
 
     async def _tell(self, handover: Handover) -> None:
+        # whoever is there hears it, also one that the fleet has given up
+        client = self._membership.roster.workers().get(handover.worker)
         try:
-            await self._fleet.prefill_client(handover.worker).end_handover(handover.lease_id)
+            if client is None:
+                raise WorkerGone("it has left")
+            await cast(PrefillClient, client).end_handover(handover.lease_id)
         except CPDError as error:
             log.info("handover %s of %s ends by its deadline: %s", handover.lease_id, handover.worker, error)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from cpd_ray import tokens as token_buffers
 from cpd_ray.errors import WorkerGone
-from cpd_ray.ids import BlockKey, NodeId, WorkerId
+from cpd_ray.ids import BlockKey, NodeId, RequestId, WorkerId
 from cpd_ray.messages import NodeRun, PrefillResult
 from cpd_ray.types import (
     CachedTokens,
@@ -47,6 +47,12 @@ class Flight:
     predicted_ttft_s: float = 0.0
     cached: CachedTokens | None = None
     ttft_s: float | None = None
+
+    @property
+    def name(self) -> RequestId:
+        """This attempt's id at the workers: one of them may not have heard yet that an earlier one, or an earlier request of the same id, is
+        over."""
+        return RequestId(f"{self.request.request_id}/{self.sequence}.{self.attempts}")
 
     @property
     def tokens(self) -> bytes:

@@ -21,7 +21,7 @@ from actors.membership import Membership
 from actors.served_model import ServedModel
 from cpd_ray.clock import Clock
 from cpd_ray.config import RuntimeConfig
-from cpd_ray.errors import CacheMissed, CPDError, DuplicateRequest, PoolExhausted, Unavailable, WorkerGone
+from cpd_ray.errors import CacheMissed, CPDError, DuplicateRequest, KVError, PeerGone, PoolExhausted, Unavailable, WorkerGone
 from cpd_ray.ids import NodeId, RequestId, WorkerId, join_keys, pool_source, slab_source
 from cpd_ray.messages import NodeRun, PinBlocks, PrefillResult
 from cpd_ray.types import GenerateRequest, Role, TokenChunk
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """How often a request is tried before its client hears of failures; a cache miss counts as one."""
+_TRIED_AGAIN = (CacheMissed, WorkerGone, PoolExhausted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class Router:
                         async for chunk in stream:
                             yield chunk
                     return
-                except (CacheMissed, WorkerGone, PoolExhausted) as fault:
+                except _TRIED_AGAIN as fault:
                     self._learn(flight, fault)
 
     @contextlib.contextmanager
@@ -204,7 +205,8 @@ class Router:
             self._gate.nudge()
 
     def _learn(self, flight: Flight, fault: CPDError) -> None:
-        """From a failed attempt; raises Unavailable after the last one."""
+        """From a failed attempt; raises Unavailable after the last one. The room promised for it goes to whoever's turn comes first."""
+        self._reservations.release(flight.request.request_id)
         if isinstance(fault, CacheMissed):
             flight.actual_cached = fault.cached_tokens
         if flight.attempts >= MAX_ATTEMPTS:
@@ -248,7 +250,9 @@ class Router:
     def _ticket(self, flight: Flight) -> Ticket:
         chosen = self._decide(flight).chosen
         request = flight.request
-        return Ticket(request.request_id, chosen.fetch_s + chosen.prefill_s, flight.arrived_s, request.tenant, request.priority)
+        # what failed elsewhere has waited before: a head start, and a longest wait of its own
+        priority = request.priority + (flight.attempts > 1)
+        return Ticket(request.request_id, chosen.fetch_s + chosen.prefill_s, self._clock.now_s(), request.tenant, priority)
 
     # -- warming -----------------------------------------------------------------------------------------------------
 
@@ -258,16 +262,29 @@ class Router:
         Raises as `generate`; Unavailable when the worker's node cache is gone.
         """
         with self._in_flight(request) as flight:
-            only = Role.PRE_PREFILL if self._fleet.workers(Role.PRE_PREFILL) else None
-            decision = self._decide(flight, only)
-            flight.decided(decision)
-            result = await self._courier.prefill(flight, decision.chosen, self._sources(flight), commit_only=True)
-            report = next(r for r in self._fleet.reports() if r.worker == decision.chosen.worker)
-            node = self.membership.roster.nodes().get(report.node)
+            while True:
+                flight.attempts += 1
+                try:
+                    return await self._warm(flight, ttl_s)
+                except _TRIED_AGAIN as fault:
+                    self._learn(flight, fault)
+
+    async def _warm(self, flight: Flight, ttl_s: float) -> Warmed:
+        there = set(self._fleet.workers(Role.PRE_PREFILL)) - flight.excluded
+        decision = self._decide(flight, Role.PRE_PREFILL if there else None)
+        worker = decision.chosen.worker
+        name = next(r.node for r in self._fleet.reports() if r.worker == worker)
+        flight.decided(decision)
+        result = await self._courier.prefill(flight, decision.chosen, self._sources(flight), commit_only=True)
+        node = self.membership.roster.nodes().get(name)
+        try:
             if node is None:
-                raise Unavailable("the cache of the worker's node is gone; try again")
-            pinned = await node.pin(PinBlocks(flight.keys[-1].hex() if flight.keys else "", join_keys(flight.keys), ttl_s))
-            return Warmed(request.prompt_tokens, len(flight.keys), pinned, decision.chosen.worker, report.node, result.cached.total)
+                raise PeerGone(f"node {name} has left")
+            pin = PinBlocks(flight.keys[-1].hex() if flight.keys else "", join_keys(flight.keys), ttl_s)
+            pinned = await node.pin(pin)
+        except KVError as error:
+            raise Unavailable("the cache of the worker's node is gone; try again") from error
+        return Warmed(flight.request.prompt_tokens, len(flight.keys), pinned, worker, name, result.cached.total)
 
 
 def _limits(runtime: RuntimeConfig, routers: int) -> AdmissionLimits:
