@@ -90,6 +90,11 @@ class JobMaker:
             raise UnknownModel(f"the model {name[:200]!r} does not exist", param="model", code="model_not_found")
         return found
 
+    def count_request(self, caller: Caller, client_salt: str | None = None) -> str | None:
+        """Count a request for its tenant, which may be one too many (Overloaded); returns the salt that keeps its cache apart."""
+        self._rates.take_request(caller.tenant)
+        return derive_salt(self._salt_secret, caller.tenant, client_salt)
+
     async def completion(self, body: CompletionBody, asked: Asked) -> Job:
         """Raises what is wrong with it."""
         at_most(len(body.prompt), self._limits.prompts, "prompt", "prompts")
@@ -164,8 +169,7 @@ class JobMaker:
         # whatever is wrong with these, tokenising would be in vain
         check_named_ids(sampling_params(body, style.logprobs, max_tokens=card.max_model_len, choice=0), card)
         tenant = asked.caller.tenant
-        self._rates.take_request(tenant)
-        salt = derive_salt(self._salt_secret, tenant, body.cache_salt)
+        salt = self.count_request(asked.caller, body.cache_salt)
         start_s = self._clock.now_s()
         tokenised = await tokenise(card, salt or "")
         tokenize_s = self._clock.now_s() - start_s

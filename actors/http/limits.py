@@ -5,12 +5,13 @@ Owns the numbers and the refusals. Invariant: work done for a request is bounded
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from cpd_ray.errors import InvalidRequest, RequestTooLarge
+from cpd_ray.errors import Aborted, InvalidRequest, RequestTooLarge
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class HttpLimits:
     """`choices`: prompts times n. `request_timeout_s`: from the first byte of work to the last byte of the answer."""
 
     body_bytes: int = 8 * 2**20
+    body_timeout_s: float = 60.0
     header_bytes: int = 16 * 2**10
     prompts: int = 32
     n: int = 16
@@ -54,7 +56,8 @@ def check_metadata(metadata: Mapping[str, str] | None, limits: HttpLimits) -> No
 
 
 async def read_body(request: Request, limits: HttpLimits) -> bytes:
-    """The whole body; raises RequestTooLarge as soon as it is known to be longer than allowed, InvalidRequest when it isn't JSON."""
+    """The whole body. Raises RequestTooLarge as soon as it is known to be longer than allowed, InvalidRequest when it isn't JSON or does not
+    arrive in time, Aborted when the client leaves meanwhile."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         # also what keeps other sites' pages from posting here: a browser asks permission first for this type
@@ -65,9 +68,15 @@ async def read_body(request: Request, limits: HttpLimits) -> bytes:
         raise too_large
     parts: list[bytes] = []
     received = 0
-    async for part in request.stream():
-        received += len(part)
-        if received > limits.body_bytes:
-            raise too_large
-        parts.append(part)
+    try:
+        async with asyncio.timeout(limits.body_timeout_s):
+            async for part in request.stream():
+                received += len(part)
+                if received > limits.body_bytes:
+                    raise too_large
+                parts.append(part)
+    except TimeoutError as error:
+        raise InvalidRequest("the body did not arrive in time", code="body_timeout") from error
+    except ClientDisconnect as error:
+        raise Aborted("the client closed the connection") from error
     return b"".join(parts)

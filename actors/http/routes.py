@@ -85,6 +85,7 @@ def to_json(content: Any) -> Response:
 def openai_routes(service: Service) -> APIRouter:
     """Completions, chat, models, tokenising, health."""
     routes = APIRouter()
+    started = int(service.wall_s())
 
     @routes.post("/v1/completions", openapi_extra=takes(schemas.CompletionBody))
     async def completions(request: Request) -> Response:
@@ -98,21 +99,23 @@ def openai_routes(service: Service) -> APIRouter:
 
     @routes.get("/v1/models")
     async def models(request: Request) -> Response:
-        return to_json({"object": "list", "data": [_card(service, card.id) for card in service.face.models()]})
+        return to_json({"object": "list", "data": [_card(service, card.id, started) for card in service.face.models()]})
 
     @routes.get("/v1/models/{name:path}")
     async def model(request: Request, name: str) -> Response:
-        return to_json(_card(service, name))
+        return to_json(_card(service, name, started))
 
     @routes.post("/tokenize", openapi_extra=takes(schemas.TokenizeBody))
     async def tokenize(request: Request) -> Response:
         body = await service.body(request, schemas.TokenizeBody)
-        return await service.run(request, _tokenize(service, body))
+        scope = service.jobs.count_request(request.state.caller)
+        return await service.run(request, _tokenize(service, body, scope or ""))
 
     @routes.post("/detokenize", openapi_extra=takes(schemas.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await service.body(request, schemas.DetokenizeBody)
         service.jobs.card(body.model)
+        service.jobs.count_request(request.state.caller)
 
         async def decode() -> dict[str, str]:
             return {"prompt": await service.face.codec.decode(body.tokens)}
@@ -128,13 +131,13 @@ def openai_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _card(service: Service, name: str) -> dict[str, Any]:
+def _card(service: Service, name: str, created: int) -> dict[str, Any]:
     card = service.jobs.card(name)
     base = service.face.models()[0].id
     return {
         "id": card.id,
         "object": "model",
-        "created": 0,
+        "created": created,
         "owned_by": "cpd-ray",
         "root": base,
         "parent": base if card.adapter is not None else None,
@@ -142,7 +145,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-async def _tokenize(service: Service, body: schemas.TokenizeBody) -> dict[str, Any]:
+async def _tokenize(service: Service, body: schemas.TokenizeBody, scope: str) -> dict[str, Any]:
     card, codec = service.jobs.card(body.model), service.face.codec
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("either prompt or messages must be given", param="prompt")
@@ -150,10 +153,10 @@ async def _tokenize(service: Service, body: schemas.TokenizeBody) -> dict[str, A
     if body.messages is not None:
         chat = chat_messages(body, service.limits, add_generation_prompt=True)
         special = bool(body.add_special_tokens)
-        buffer = await codec.encode(await codec.render(chat), add_special_tokens=special, timeout_s=timeout_s)
+        buffer = await codec.encode(await codec.render(chat), add_special_tokens=special, scope=scope, timeout_s=timeout_s)
     else:
         special = body.add_special_tokens is not False
-        buffer = await codec.encode(body.prompt or "", add_special_tokens=special, timeout_s=timeout_s)
+        buffer = await codec.encode(body.prompt or "", add_special_tokens=special, scope=scope, timeout_s=timeout_s)
     ids = token_buffers.unpack(buffer).tolist()
     names = [codec.token_name(i) for i in ids] if body.return_token_strs else None
     return {"count": len(ids), "max_model_len": card.max_model_len, "tokens": ids, "token_strs": names}

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from actors.http.app import HttpSettings
 from actors.http.fake_face import Script
+from actors.http.limits import HttpLimits
 from actors.http.sse import merged, while_connected
 from cpd_ray.errors import Aborted, DeadlineExceeded, Unavailable
 
@@ -101,6 +103,24 @@ async def test_a_slow_reader_slows_its_own_answer_only(make_app: Any) -> None:
             await leave(writer)
         await asyncio.wait_for(app.face.until(running=0), 60)
     assert said < 2 * 16 * 3996
+
+
+async def test_leaving_or_dawdling_within_the_body_is_no_server_error(make_app: Any, caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(settings=HttpSettings(limits=HttpLimits(body_timeout_s=0.1)))
+    async with app.served() as address:
+        host, port = address.removeprefix("http://").split(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        for stays in (False, True):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head)
+            await writer.drain()
+            if stays:
+                assert b" 400 " in await reader.readline()
+            await leave(writer)
+        reader, writer = await send(address, {"prompt": "ab"})
+        assert b"200" in await reader.readline()
+        await leave(writer)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------

@@ -198,6 +198,18 @@ async def test_requests_a_minute(make_app: Any) -> None:
     assert codes == [200, 429]
 
 
+async def test_tokenising_counts_as_a_request_and_is_the_tenant_s_own(make_app: Any) -> None:
+    app = make_app(settings=HttpSettings(keys=KeyRing.parse(key_file()), requests_per_minute=2))
+    text = {"prompt": "<|im_start|>never seen before: a tenant's own words " * 3}
+    entries = len(app.codec.memo)
+    await app.post("/tokenize", text, **bearer("anna"))
+    alone = len(app.codec.memo) - entries
+    await app.post("/tokenize", text, **bearer("bert"))
+    assert alone > 0 and len(app.codec.memo) - entries == 2 * alone, "what a tenant sent could be guessed from another one's timing"
+    codes = [(await app.post("/detokenize", {"tokens": [1]}, **bearer("anna"))).status_code for _ in range(2)]
+    assert codes == [200, 429]
+
+
 async def test_tokens_a_minute_count_prompt_and_answer(make_app: Any) -> None:
     app = make_app(settings=HttpSettings(tokens_per_minute=100))
     body = {"prompt": "p" * 40, "max_tokens": 20, "ignore_eos": True}
