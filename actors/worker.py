@@ -111,6 +111,11 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine answers requests."""
+        return self.engine.healthy
+
     async def start(self) -> None:
         """Take requests from now on."""
         await self.engine.start()

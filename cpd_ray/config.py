@@ -62,7 +62,7 @@ class SlabConfig(Section):
     """A node's DRAM tier. `gib` is the slab's size; or `store_share` of the node's object store. `extent_mib`: size of one object.
 
     A reservation not committed within `reservation_ttl_s` is quarantined; `writer_share` of the slots is what one writer may have reserved or
-    quarantined at once; `pin_share` of them may be pinned by `/v1/cpd/warm`.
+    quarantined at once; `pin_share` of them may be pinned by `/v1/cpd/warm`. `cpus`: logical CPUs of the KV-cache actor.
     """
 
     gib: Annotated[float, Field(gt=0)] | None = None
@@ -74,6 +74,7 @@ class SlabConfig(Section):
     writer_share: Share = 0.5
     pin_share: Share = 0.25
     eviction: Literal["default", "lru", "lfu"] = "default"
+    cpus: Annotated[float, Field(gt=0)] = 0.5
 
 
 class TransferConfig(Section):
@@ -166,11 +167,12 @@ class AdmissionConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """What may change while requests run."""
+    """What may change while requests run. `handover_ttl_s`: how long a prefilled request's KV waits for its decode worker."""
 
     routing: RoutingConfig = RoutingConfig()
     admission: AdmissionConfig = AdmissionConfig()
     engine: EngineConfig = EngineConfig()
+    handover_ttl_s: PositiveSeconds = 30.0
 
 
 class HttpConfig(Section):
@@ -198,6 +200,7 @@ class CPDConfig(Section):
     runtime: RuntimeConfig = RuntimeConfig()
     http: HttpConfig = HttpConfig()
     routers: Positive = 1
+    router_cpus: Annotated[float, Field(gt=0)] = 0.5
 
     @model_validator(mode="after")
     def _combinations(self) -> CPDConfig:
@@ -250,6 +253,14 @@ def load(source: Mapping[str, Any] | str | Path | None) -> CPDConfig:
         source = _read_yaml(Path(source))
     try:
         return CPDConfig.model_validate(dict(source))
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
+
+
+def load_runtime(source: Mapping[str, Any]) -> RuntimeConfig:
+    """The knobs of `user_config`; raises ConfigError with the path of each wrong key."""
+    try:
+        return RuntimeConfig.model_validate(dict(source))
     except ValidationError as error:
         raise ConfigError(explain(error)) from error
 

@@ -118,6 +118,10 @@ class Slab:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
+    def silent_writers(self) -> set[str]:
+        """Writers whose reservations ran out without a word: their slots are quarantined until they are known dead, or speak."""
+        return {r.writer for r in self._reservations.values() if r.quarantined}
+
     def match(self, keys: Sequence[BlockKey]) -> int:
         """How many leading keys are committed."""
         for i, key in enumerate(keys):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cpd_ray.config import EngineConfig
 from cpd_ray.errors import CPDError
 from cpd_ray.ids import BlockId, BlockKey, RequestId
 from cpd_ray.messages import StepCost
@@ -114,6 +115,15 @@ class Engine(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+        ...
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """Other knobs from the next step on."""
+        ...
 
     async def start(self) -> None: ...
 

@@ -32,14 +32,14 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/plan", openapi_extra=takes(schemas.CompletionBody, schemas.ChatBody))
     async def plan(request: Request) -> Response:
         _, job = await service.prompted(request, "plan", schemas.CompletionBody, schemas.ChatBody)
-        choice = _only(job)
+        choice = only_prompt(job)
         decision = await service.face.plan(choice.request)
         return to_json(plan_json(choice, decision))
 
     @routes.post("/warm", openapi_extra=takes(schemas.WarmCompletionBody, schemas.WarmChatBody))
     async def warm(request: Request) -> Response:
         body = await service.body(request, schemas.WarmCompletionBody, schemas.WarmChatBody)
-        return await service.run(request, _warm(service, body, service.asked(request, "warm")))
+        return await service.run(request, warm_json(service, body, service.asked(request, "warm")))
 
     @routes.post("/cache/reset", openapi_extra=takes(schemas.ResetBody))
     async def reset(request: Request) -> Response:
@@ -52,13 +52,15 @@ def admin_routes(service: Service) -> APIRouter:
     return routes
 
 
-def _only(job: Job) -> Choice:
+def only_prompt(job: Job) -> Choice:
+    """The job's one prompt; raises InvalidRequest when there are more."""
     if len({choice.prompt for choice in job.choices}) != 1:
         raise InvalidRequest("one prompt at a time", param="prompt")
     return job.choices[0]
 
 
-async def _warm(service: Service, body: schemas.GenerationBody, asked: Asked) -> dict[str, Any]:
+async def warm_json(service: Service, body: schemas.GenerationBody, asked: Asked) -> dict[str, Any]:
+    """Warm a context; what `/v1/cpd/warm` answers."""
     assert isinstance(body, (schemas.WarmCompletionBody, schemas.WarmChatBody))
     if body.ttl_s > service.limits.max_warm_ttl_s:
         raise InvalidRequest(f"ttl_s must be at most {service.limits.max_warm_ttl_s:.0f}", param="ttl_s")
@@ -67,7 +69,7 @@ async def _warm(service: Service, body: schemas.GenerationBody, asked: Asked) ->
         job = await service.jobs.chat(body, asked, add_generation_prompt=False)
     else:
         job = await service.jobs.completion(body, asked)
-    warmed = await service.face.warm(_only(job).request, body.ttl_s)
+    warmed = await service.face.warm(only_prompt(job).request, body.ttl_s)
     return {
         "id": job.id,
         "object": "cpd.warm",

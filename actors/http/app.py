@@ -44,6 +44,26 @@ class HttpSettings:
     cors_origins: tuple[str, ...] = ()
 
 
+def make_service(
+    face: Face,
+    settings: HttpSettings,
+    *,
+    clock: Clock | None = None,
+    wall_s: Callable[[], float] = time.time,
+    rng: random.Random | None = None,
+) -> Service:
+    """What routes and handle calls alike work with. `wall_s`: seconds since 1970, for `created`. `rng`: where request ids come from."""
+    clock = clock or SystemClock()
+    source = rng or random.SystemRandom()
+    rates = TenantRates(settings.requests_per_minute, settings.tokens_per_minute, clock)
+    maker = JobMaker(face, settings.limits, rates, settings.salt_secret, clock)
+
+    def new_id() -> str:
+        return f"{source.getrandbits(96):024x}"
+
+    return Service(face, maker, Responder(face, rates), settings.limits, wall_s, new_id)
+
+
 def build_app(
     face: Face,
     settings: HttpSettings | None = None,
@@ -52,17 +72,13 @@ def build_app(
     wall_s: Callable[[], float] = time.time,
     rng: random.Random | None = None,
 ) -> ASGIApp:
-    """The whole face. `wall_s`: seconds since 1970, for `created`. `rng`: where request ids come from."""
+    """The whole face; see `make_service`."""
     settings = settings or HttpSettings()
-    clock = clock or SystemClock()
-    source = rng or random.SystemRandom()
+    return app_of(make_service(face, settings, clock=clock, wall_s=wall_s, rng=rng), settings)
 
-    def new_id() -> str:
-        return f"{source.getrandbits(96):024x}"
 
-    rates = TenantRates(settings.requests_per_minute, settings.tokens_per_minute, clock)
-    maker = JobMaker(face, settings.limits, rates, settings.salt_secret, clock)
-    service = Service(face, maker, Responder(face, rates), settings.limits, wall_s, new_id)
+def app_of(service: Service, settings: HttpSettings) -> ASGIApp:
+    """The routes over a service that others may use too."""
     app = FastAPI(title="CPD on Ray", version="1", docs_url=None, redoc_url=None)
     app.include_router(openai_routes(service))
     app.include_router(admin_routes(service))
@@ -70,7 +86,7 @@ def build_app(
     app.add_exception_handler(CPDError, _answer)
     app.add_exception_handler(Exception, _answer)
     with_body_schemas(app)
-    guarded: ASGIApp = Entrance(app, settings.keys, settings.limits, new_id)
+    guarded: ASGIApp = Entrance(app, settings.keys, settings.limits, service.new_id)
     if settings.cors_origins:
         guarded = CORSMiddleware(guarded, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return guarded

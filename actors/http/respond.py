@@ -58,6 +58,13 @@ class Responder:
 
     async def events(self, job: Job, shape: Shape, *, created: int, style: StreamStyle) -> AsyncGenerator[bytes, None]:
         """The response as framed events, `[DONE]` last."""
+        async with contextlib.aclosing(self.chunks(job, shape, created=created, style=style)) as chunks:
+            async for sent in chunks:
+                yield event(sent)
+        yield DONE
+
+    async def chunks(self, job: Job, shape: Shape, *, created: int, style: StreamStyle) -> AsyncGenerator[Json, None]:
+        """The response as chunk objects."""
         answers = [Answer(self._face, choice, job.style) for choice in job.choices]
         head = self._head(job, shape.chunk_object, created)
         opened: set[int] = set()
@@ -76,15 +83,14 @@ class Responder:
                         opened.add(number)
                         opening = shape.opening(choice.index, choice.echo)
                         if opening is not None:
-                            yield event(chunk(opening))
+                            yield chunk(opening)
                     running -= piece.finish_reason is not None
                     sent = chunk(shape.piece(choice.index, piece, choice.echo))
                     last = not running and not style.usage_at_end
-                    yield event(self._traced(sent, job, answers) if last and style.trace else sent)
+                    yield self._traced(sent, job, answers) if last and style.trace else sent
         if style.usage_at_end:
             counted = {**head, "choices": [], "usage": usage(job, answers)}
-            yield event(self._traced(counted, job, answers) if style.trace else counted)
-        yield DONE
+            yield self._traced(counted, job, answers) if style.trace else counted
 
     @contextlib.contextmanager
     def _counted(self, job: Job, answers: list[Answer]) -> Iterator[None]:
