@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from cpd_ray.clock import Clock
 from cpd_ray.errors import Overloaded
 
+_FEW = 1024
+"""So many buckets are kept without looking at them."""
+
 
 @dataclass(slots=True)
 class _Bucket:
@@ -30,12 +33,13 @@ class _Bucket:
 
 
 class TenantRates:
-    """None: no limit. Tenants are those that were let in, so there are as many buckets as there are tenants with keys."""
+    """None: no limit. A bucket that is full again says nothing, and is dropped when there are many."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, clock: Clock) -> None:
         self._per_minute = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         self._clock = clock
         self._buckets: dict[tuple[str, str], _Bucket] = {}
+        self._sweep_at = _FEW
 
     def take_request(self, tenant: str) -> None:
         """Count one request; raises Overloaded, with when to try again."""
@@ -50,6 +54,9 @@ class TenantRates:
         bucket = self._bucket(tenant, "tokens")
         if bucket is not None:
             bucket.level -= tokens
+
+    def __len__(self) -> int:
+        return len(self._buckets)
 
     def check(self) -> None:
         for bucket in self._buckets.values():
@@ -71,6 +78,17 @@ class TenantRates:
         if per_minute is None:
             return None
         now_s = self._clock.now_s()
-        bucket = self._buckets.setdefault((tenant, kind), _Bucket(per_minute, float(per_minute), now_s))
+        bucket = self._buckets.get((tenant, kind))
+        if bucket is None:
+            self._sweep(now_s)
+            bucket = self._buckets[tenant, kind] = _Bucket(per_minute, float(per_minute), now_s)
         bucket.refill(now_s)
         return bucket
+
+    def _sweep(self, now_s: float) -> None:
+        if len(self._buckets) < self._sweep_at:
+            return
+        for bucket in self._buckets.values():
+            bucket.refill(now_s)
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if bucket.level < bucket.per_minute}
+        self._sweep_at = max(_FEW, 2 * len(self._buckets))

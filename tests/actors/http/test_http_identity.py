@@ -256,6 +256,17 @@ def test_over_any_time_a_tenant_gets_its_rate_and_one_minute_s_worth(seed: int, 
     assert spent <= tokens * (minutes + 1) + largest
 
 
+def test_many_tenants_take_bounded_room_and_debts_are_not_forgotten() -> None:
+    clock = ManualClock()
+    rates = TenantRates(1, None, clock)
+    for i in range(20_000):
+        rates.take_request(f"tenant-{i}")
+        clock.advance(1.0)
+        assert len(rates) <= 1024
+    with pytest.raises(Overloaded):
+        rates.take_request("tenant-19999")
+
+
 async def test_waiting_as_told_is_enough() -> None:
     clock = ManualClock()
     rates = TenantRates(None, 100, clock)
