@@ -24,8 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pydantic import ValidationError
+
+from cpd_ray.config import explain
+
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.2
+NODE_LABEL = "cpd/node"
+"""Each node is labelled n0, n1, ... under this name, so that a configuration can place roles."""
 
 
 class Stopped(BaseException):
@@ -82,7 +88,7 @@ def _serve(spec: dict[str, Any], say: Callable[[str], None]) -> None:
         try:
             say("starting Serve")
             _deploy(spec, say)
-            _await_health(spec)
+            _await_health(spec, say)
             say(f"other Ray programs reach it after: source {spec['folder']}/env")
             say(f"ready on http://{spec['host']}:{spec['port']}")
             while True:
@@ -99,13 +105,13 @@ def _cluster(spec: dict[str, Any]) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     common = {"num_cpus": spec["cpus"], "object_store_memory": spec["store_bytes"], "include_log_monitor": False}
-    head = {**common, "include_dashboard": spec["dashboard"], "no_monitor": True}
+    head = {**common, "labels": {NODE_LABEL: "n0"}, "include_dashboard": spec["dashboard"], "no_monitor": True}
     if spec["dashboard"]:
         head["dashboard_port"] = _free_port()
     cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for _ in range(1, spec["nodes"]):
-            cluster.add_node(wait=False, **common)
+        for number in range(1, spec["nodes"]):
+            cluster.add_node(wait=False, labels={NODE_LABEL: f"n{number}"}, **common)
         cluster.wait_for_nodes()
         yield cluster.address
     finally:
@@ -139,8 +145,12 @@ def _deploy(spec: dict[str, Any], say: Callable[[str], None]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     config = {k: v for k, v in spec["config"].items() if k not in ("http_options", "proxy_location")}
+    try:
+        schema = ServeDeploySchema.model_validate(config)
+    except ValidationError as error:
+        raise StartFailed(f"Serve refuses the configuration: {explain(error)}") from error
     client = serve_start(http_options={"host": spec["host"], "port": spec["port"], "location": "HeadOnly"})
-    client.deploy_apps(ServeDeploySchema.model_validate(config))
+    client.deploy_apps(schema)
     wanted, said = [app["name"] for app in config["applications"]], ""
     while True:
         applications = serve.status().applications
@@ -170,13 +180,15 @@ def _reason(application: Any) -> str:
     return "\n".join([d.message for d in application.deployments.values() if d.message] or [application.message])
 
 
-def _await_health(spec: dict[str, Any]) -> None:
-    url = f"http://{spec['host']}:{spec['port']}{spec['health']}"
+def _await_health(spec: dict[str, Any], say: Callable[[str], None]) -> None:
+    url, said = f"http://{spec['host']}:{spec['port']}{spec['health']}", ""
     while True:
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
+        except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            if (news := f"waiting for {url}: {error}") != said:
+                say(said := news)
             time.sleep(POLL_S)
 
 

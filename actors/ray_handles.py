@@ -162,7 +162,7 @@ async def _answer(handle: DeploymentHandle[Any], arguments: tuple[Any, ...]) -> 
     try:
         return await response
     except asyncio.CancelledError:
-        _cancel(response)
+        end_call(response)
         raise
 
 
@@ -175,11 +175,12 @@ async def _items(handle: DeploymentHandle[Any], arguments: tuple[Any, ...]) -> A
         ended = True
     finally:
         if not ended:
-            _cancel(response)
+            end_call(response)
 
 
-def _cancel(response: Any) -> None:
-    """End the remote work, also when the call had been assigned but nobody had asked for its result yet, which Serve's own cancel overlooks."""
+def end_call(response: Any) -> None:
+    """End the remote work of a Serve response, also when the call had been assigned and nobody had asked for its result yet: Serve's own cancel
+    overlooks that where handles run in the caller's loop."""
     response.cancel()
     assigned = response._replica_result_future
     if assigned.done() and not assigned.cancelled() and assigned.exception() is None:

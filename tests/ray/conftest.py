@@ -6,6 +6,7 @@ Serve's quick mode (see `actors.launcher`); the test process does not, so that b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -78,8 +79,16 @@ def cluster() -> Iterator[RayCluster]:
                 process.kill()
             shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"processes left behind: {alive}"
-    left = set(SHARED_MEMORY.iterdir()) - memory_before
-    assert not left, f"shared memory left behind: {left}"
+    assert not (left := abandoned(memory_before)), f"shared memory left behind: {left}"
+
+
+def abandoned(before: set[Path]) -> set[Path]:
+    """Files in shared memory that were not there before and that no process of the machine maps."""
+    mapped = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            mapped |= {Path(region.path) for region in process.memory_maps()}
+    return set(SHARED_MEMORY.iterdir()) - before - mapped
 
 
 def _descendants() -> dict[int, psutil.Process]:

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from actors.ray_handles import ReplicaCaller, replicas
-from actors.targets import TARGET_ROUTER
+from actors.ray_handles import ReplicaCaller, end_call, replicas
+from actors.targets import TARGET_ROUTER, session_for
 from cpd_ray.errors import CacheMissed, WorkerGone
 
 
@@ -149,11 +149,35 @@ class Caller:
     async def kept(self) -> list[str]:
         return list(await asyncio.gather(*self._kept))
 
+    async def moments(self) -> None:
+        (client, *_) = (await self._clients()).values()
+        await cancel_at_moments(client)
+
+    async def unasked(self, name: str) -> None:
+        """Cancel a call that was assigned to a replica before anyone asked for its result."""
+        (replica, *_) = await self._clients()
+        counting = self._echo.options(method_name="count", stream=True, session_id=session_for(replica), _by_reference=False)
+        response = counting.remote(name, 0)
+        await until(response._replica_result_future.done)
+        end_call(response)
+
     async def relay(self, name: str, numbers: int) -> AsyncGenerator[tuple[str, int], None]:
         (client, *_) = (await self._clients()).values()
         async with aclosing(client.count(name, numbers)) as items:
             async for item in items:
                 yield item
+
+
+async def cancel_at_moments(client: EchoClient) -> None:
+    """Cancel calls and streams sooner and later after their start."""
+    for turns in range(60):
+        call = asyncio.create_task(client.wait(f"call{turns}"))
+        stream = asyncio.create_task(anext(client.count(f"stream{turns}", 0)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        for task in (call, stream):
+            task.cancel()
+        await asyncio.gather(call, stream, return_exceptions=True)
 
 
 async def until(holds: Callable[[], Any], timeout_s: float = 60.0) -> Any:

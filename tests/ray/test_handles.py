@@ -15,7 +15,7 @@ from cpd_ray.errors import CacheMissed, CPDError, PeerGone, WorkerGone
 from cpd_ray.types import Role
 from kv.node import KvNode
 from tests.ray.conftest import RayCluster
-from tests.ray.echo import EchoClient, caller_app, echo_deployment, echoes, until
+from tests.ray.echo import EchoClient, caller_app, cancel_at_moments, echo_deployment, echoes, until
 
 ABOVE_THE_LIMIT = 6 * 2**20
 
@@ -66,15 +66,11 @@ async def test_cancelled_calls_and_closed_streams_end_their_work(deploy: Callabl
 
 
 async def test_a_call_cancelled_at_any_moment_leaves_no_work_behind(deploy: Callable[..., Any]) -> None:
-    client = await _one(deploy, "moments")
-    for turns in range(40):
-        call = asyncio.create_task(client.wait(f"call{turns}"))
-        stream = asyncio.create_task(anext(client.count(f"stream{turns}", 0)))
-        for _ in range(turns * 5):
-            await asyncio.sleep(0)
-        for task in (call, stream):
-            task.cancel()
-        await asyncio.gather(call, stream, return_exceptions=True)
+    caller = deploy(caller_app(1), "moments")
+    (client,) = (await echoes(handle_of("Echo", "moments"))).values()
+    await cancel_at_moments(client)
+    await caller.moments.remote()
+    await caller.unasked.remote("unasked")
     await until(lambda: _waiting(client, set()))
 
 
@@ -103,7 +99,7 @@ async def test_from_within_a_replica_calls_of_one_request_go_where_they_should(d
 
 async def test_a_client_that_leaves_ends_its_stream_and_nothing_that_others_need(deploy: Callable[..., Any]) -> None:
     caller = deploy(caller_app(1), "leave")
-    (client,) = (await echoes(serve.get_deployment_handle("Echo", "leave"))).values()
+    (client,) = (await echoes(handle_of("Echo", "leave"))).values()
     relay = caller.options(method_name="relay", stream=True).remote("relay", 2)
     assert (await anext(relay))[1] == 0
     keeping = caller.keep.remote("kept")

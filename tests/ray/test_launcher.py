@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -21,7 +22,7 @@ import yaml
 
 from actors.launcher import LaunchSpec, check
 from cpd_ray.errors import ConfigError
-from tests.ray.conftest import REPOSITORY, SHARED_MEMORY
+from tests.ray.conftest import REPOSITORY, SHARED_MEMORY, abandoned
 
 GREETING = [{"name": "hello", "import_path": "tests.ray.hello:build", "route_prefix": "/", "args": {"greeting": "good day"}}]
 STRAY = [{"name": "stray", "import_path": "tests.ray.hello:stray", "route_prefix": "/stray"}]
@@ -34,15 +35,19 @@ class Launched:
     """One run of the command, whose processes are known by a mark in their environment."""
 
     def __init__(self, folder: Path, applications: list[dict[str, object]], port: int, *options: str) -> None:
-        self.port, self.mark, self.lines = port, uuid.uuid4().hex, list[str]()
+        self.mark, self.lines, self.folders = uuid.uuid4().hex, list[str](), set[Path]()
         self._said = threading.Condition()
         config = folder / f"{self.mark}.yaml"
         config.write_text(yaml.safe_dump({"http_options": {"port": 1}, "applications": applications}))
+        inherited = {k: v for k, v in os.environ.items() if k != "RAY_TMPDIR"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "actors.cli.serve", f"--config={config}", f"--port={port}", "--store-gib=0.1", *options],
-            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(REPOSITORY)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**inherited, MARK: self.mark, "PYTHONPATH": str(REPOSITORY)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             cwd=folder,
-        )  # fmt: skip
+        )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -64,7 +69,10 @@ class Launched:
         with self._said:
             self._said.wait_for(lambda: found() or self.process.poll() is not None, timeout_s)
             assert found(), f"never said {text!r}, but {self.lines}"
-            return found()[0]
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error, KeyError):
+                self.folders.add(Path(process.environ()["RAY_TMPDIR"]))
+        return found()[0]
 
     def end(self, timeout_s: float = 60) -> int:
         code = self.process.wait(timeout_s)
@@ -91,7 +99,7 @@ def port() -> int:
 @pytest.fixture
 def launched(tmp_path: Path, port: int) -> Iterator[type[Launched]]:
     """Runs that leave nothing: no process, shared memory, folder or port."""
-    memory, folders, token = set(SHARED_MEMORY.iterdir()), _folders(), Path.home() / ".ray" / "auth_token"
+    memory, token = set(SHARED_MEMORY.iterdir()), Path.home() / ".ray" / "auth_token"
     had_token = token.exists()
     runs: list[Launched] = []
 
@@ -105,16 +113,13 @@ def launched(tmp_path: Path, port: int) -> Iterator[type[Launched]]:
             run.process.terminate()
         run.end()
         assert run.processes() == []
-    assert set(SHARED_MEMORY.iterdir()) <= memory
-    assert _folders() <= folders
+        assert run.folders or run.process.returncode == 2
+        assert not [folder for folder in run.folders if folder.exists()]
+    assert not abandoned(memory)
     assert token.exists() is had_token
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
-
-
-def _folders() -> set[Path]:
-    return set(Path("/tmp").glob("cpd-ray-*"))
 
 
 def get(url: str) -> str:
@@ -166,9 +171,17 @@ def test_a_stop_during_the_start_leaves_nothing(launched, moment) -> None:  # ty
 @pytest.mark.slow
 def test_an_application_that_cannot_start_says_why(launched) -> None:  # type: ignore[no-untyped-def]
     run = launched(BROKEN)
+    run.until("starting Ray")
     assert run.end(120) == 1
     run.until("error: the application broken can't start")
-    assert run.until("never meant to work")
+    run.until("never meant to work")
+
+
+def test_a_configuration_that_serve_refuses_is_named(launched) -> None:  # type: ignore[no-untyped-def]
+    run = launched([{"name": "nameless", "route_prefix": "/"}])
+    run.until("starting Ray")
+    assert run.end(120) == 1
+    assert "import_path" in run.until("error: Serve refuses the configuration")
 
 
 @pytest.mark.slow

@@ -55,13 +55,15 @@ async def test_a_full_replica_makes_its_own_calls_wait_and_no_others(deploy: Cal
     full, free = clients.values()
     held = [asyncio.create_task(full.wait(f"w{n}")) for n in range(12)]
     full_id, free_id = clients
-    await until(lambda: _queue_length(handle, full_id) >= 2)
+    books = handle._router._asyncio_router._metrics_manager
+    await until(lambda: _queue_length(handle, full_id) >= 2 and books.num_queued_requests == 10)
     assert (await asyncio.wait_for(free.who(), 10)).replica_id == free_id
     # nothing can reach the full one by a call; what it holds ends when cancelled, and the waiting ones follow
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
     assert (await asyncio.wait_for(full.who(), 10)).replica_id == full_id
+    assert books.num_queued_requests == 0
 
 
 def _queue_length(handle: Any, replica_id: str) -> int:
