@@ -37,6 +37,9 @@ test-fast: setup ## tests that need neither Ray nor a model download (under a mi
 test: setup ## everything that runs on this machine
 	$(BIN)/python -m pytest -q
 
+serve: setup ## serve SmolLM2 on http://127.0.0.1:$(PORT) with a Ray cluster of its own, until Ctrl-C (PORT=8000, CONFIG=configs/local.yaml)
+	@exec $(BIN)/python -m actors.cli.serve --config $(CONFIG) --port $(PORT)
+
 demo: setup ## three tiers of cache on your own machine: cold, then warm from each tier, then a follow-up turn
 	$(BIN)/python -m bench.demo
 

@@ -84,6 +84,7 @@ def _workers(config: CPDConfig, role: Role) -> Application:
         ray_actor_options={"num_cpus": chosen.cpus_per_rank, "num_gpus": chosen.gpus_per_rank},
         placement_group_bundles=[{"CPU": chosen.cpus_per_rank} | ({"GPU": chosen.gpus_per_rank} if chosen.gpus_per_rank else {})],
         placement_group_strategy="STRICT_PACK",
+        **({"placement_group_bundle_label_selector": [chosen.labels]} if chosen.labels else {}),
         request_router_config=RequestRouterConfig(request_router_class=TARGET_ROUTER),
         user_config=config.runtime.model_dump(mode="json"),
         graceful_shutdown_timeout_s=DRAIN_S,

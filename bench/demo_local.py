@@ -11,6 +11,7 @@ from actors import build
 from actors.local.cluster import LocalCluster
 from actors.text.codec import TextCodec
 from bench.demo import Answer, report, story
+from cpd_ray import tokens as token_buffers
 from cpd_ray.config import load
 from cpd_ray.ids import RequestId
 from cpd_ray.types import CachedTokens, GenerateRequest, SamplingParams
@@ -19,8 +20,9 @@ from cpd_ray.types import CachedTokens, GenerateRequest, SamplingParams
 class LocalStage:
     """`bench.demo.Stage` over a `LocalCluster`."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: LocalCluster, codec: TextCodec) -> None:
         self._cluster = cluster
+        self._codec = codec
 
     async def ask(self, tokens: bytes, max_tokens: int) -> Answer:
         request = GenerateRequest(RequestId(uuid.uuid4().hex), tokens, SamplingParams(max_tokens=max_tokens, temperature=0.0))
@@ -29,8 +31,9 @@ class LocalStage:
             out += chunk.tokens
         trace = chunk.trace
         assert trace is not None, "the last chunk carries the trace"
+        text = await self._codec.decode(token_buffers.pack(out), skip_special_tokens=True)
         return Answer(
-            tuple(out),
+            text,
             trace.route,
             tuple(trace.workers),
             trace.actual_ttft_s,
@@ -64,5 +67,5 @@ async def run_local(model: str, dtype: str, prompt_tokens: int, max_tokens: int,
     )
     codec = TextCodec.load(await asyncio.to_thread(build.model_folder, config))
     async with LocalCluster(config) as cluster:
-        rows = await story(LocalStage(cluster), codec, prompt_tokens, max_tokens, console)
+        rows = await story(LocalStage(cluster, codec), codec, prompt_tokens, max_tokens, console)
     return report(rows, console)

@@ -99,6 +99,7 @@ def status_json(status: Status) -> dict[str, Any]:
                 "backlog_tokens": w.backlog_tokens,
                 "backlog_s": w.backlog_s,
                 "pool": w.pool,
+                "unwritten_blocks": w.unwritten_blocks,
                 "step_cost": w.step_cost,
                 "fetch_bytes_per_s": w.fetch_bytes_per_s,
                 "block_size": w.block_size,
@@ -121,6 +122,7 @@ def status_json(status: Status) -> dict[str, Any]:
                 "leases": n.slots.leases,
                 "evictions": n.evictions,
                 "copies_in": n.copies_in,
+                "copying": n.copying,
                 "leases_lapsed": n.leases_lapsed,
             }
             for n in status.nodes
