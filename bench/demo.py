@@ -149,7 +149,7 @@ def report(rows: Sequence[Row], console: Console) -> int:
     base = rows[0].answer.text
     for row in rows[1:-1]:
         if (text := row.answer.text) != base:
-            at = len(os.path.commonprefix([text, base]))
+            at = next((i for i, (a, b) in enumerate(zip(text, base, strict=False)) if a != b), min(len(text), len(base)))
             console.print(
                 f"{row.name}: the text differs from the cold answer's from character {at} on (other step shapes round differently)"
             )
