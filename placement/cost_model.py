@@ -1,7 +1,7 @@
 """How long a prompt would take on a worker, and what that costs the others there: the arithmetic of a routing decision.
 
 Owns the formulas only: the coefficients are measured by the workers (`StepCost`, `fetch_bytes_per_s`) and arrive in the snapshot.
-Invariant: a candidate's tokens add up (`pool + node + cluster + new == total`) and at least one token is computed.
+Invariant: a candidate's tokens add up (`pool + node + cluster + joined + new == total`) and at least one token is computed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,17 @@ class CostModel:
         """The numbers of running `request` on `worker` now."""
         pool, node, cluster = self._tiers(request, worker, snapshot)
         cached = pool + node + cluster
-        new = request.total_tokens - cached
+        joined = max(0, usable_tokens(request.by_flight.get(worker.worker, 0), request) - cached)
+        new = request.total_tokens - cached - joined
         rates = worker.fetch_bytes_per_s
         fetch = sum(
             fetch_s(tokens, snapshot.bytes_per_token, rates[tier])
             for tokens, tier in ((node, Tier.NODE), (cluster, Tier.CLUSTER))
             if tokens
         )
-        own = prefill_s(worker.step_cost, cached, new, self.chunk_tokens)
+        own = prefill_s(worker.step_cost, cached + joined, new, self.chunk_tokens)
+        # whoever computes the joined part is in the queue: it counts as work ahead, and only there
+        rank = own + (prefill_s(worker.step_cost, cached, joined, self.chunk_tokens) if joined else 0.0)
         return Candidate(
             worker=worker.worker,
             role=worker.role,
@@ -59,10 +62,11 @@ class CostModel:
             node_tokens=node,
             cluster_tokens=cluster,
             new_tokens=new,
-            backlog_s=self.ahead_s(worker, own, request.waited_s),
+            backlog_s=self.ahead_s(worker, rank, request.waited_s),
             fetch_s=fetch,
             prefill_s=own,
             inflicted_s=self.inflicted_s(worker, own, request.waited_s),
+            joined_tokens=joined,
         )
 
     def ahead_s(self, worker: WorkerView, own_s: float, waited_s: float = 0.0) -> float:

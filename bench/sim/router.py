@@ -28,6 +28,7 @@ from kv.events import EventLog
 from placement.admission import Admission, AdmissionLimits, Ticket
 from placement.reservations import DecodeReservations
 from placement.routing.decode import DecodeCostPolicy
+from placement.routing.prefixes import by_flight
 from placement.routing.registry import make_policy
 from placement.routing.types import Decision, RequestView
 
@@ -80,6 +81,7 @@ class SimRouter:
             aging=1 / system.aging_s,
         )
         self._flights: dict[RequestId, SimFlight] = {}
+        self._prefilling: dict[RequestId, tuple[WorkerId, tuple[BlockKey, ...]]] = {}
         self._read: dict[str, int] = {}
         self._sequence = 0
         self.refused = 0
@@ -156,6 +158,7 @@ class SimRouter:
             max_new_tokens=flight.record.output_tokens,
             waited_s=self._loop.now_s() - flight.record.arrival_s,
             sequence=flight.sequence,
+            by_flight={w: n * size for w, n in by_flight(flight.keys[: flight.prompt_blocks], self._prefilling.values()).items()},
         )
 
     def _send(self, flight: SimFlight) -> None:
@@ -170,10 +173,12 @@ class SimRouter:
         origin = dispatch.__enter__()
         flight.leave = dispatch.__exit__
         runs = node_runs(self._where(flight)[1])
+        keys = flight.keys[: flight.prompt_blocks]
+        self._prefilling[flight.request_id] = (chosen.worker, keys)
         job = PrefillJob(
             request_id=flight.request_id,
             prompt_tokens=record.prompt_tokens,
-            keys=flight.keys[: flight.prompt_blocks],
+            keys=keys,
             sources=tuple(self._nodes[run.node] for run in runs),
             may_fetch_blocks=self._fetchable(chosen.worker, runs),
             prefilled=lambda output, lease: self._prefilled(flight, output, lease),
@@ -188,6 +193,7 @@ class SimRouter:
     def _prefilled(self, flight: SimFlight, output: EngineOutput, lease: LeaseId) -> None:
         assert flight.leave is not None and flight.decision is not None and output.cached is not None
         flight.leave(None, None, None)
+        del self._prefilling[flight.request_id]
         record = flight.record
         record.ttft_s = self._loop.now_s() - record.arrival_s
         record.cached_tokens = output.cached.total

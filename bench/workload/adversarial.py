@@ -70,6 +70,7 @@ class AlternatingBursts:
     requests_per_session: float = 1.0
 
     def sessions(self, qps: float, seed: int, block_tokens: int) -> Iterator[Session]:
+        check_rate(qps)
         cold = self.cold.sessions(qps, seed, block_tokens)
         warm = self.warm.sessions(qps, seed, block_tokens)
         rng = random.Random(f"{self.name} {seed}")

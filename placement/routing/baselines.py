@@ -35,7 +35,7 @@ class RoundRobinPolicy:
 
 @dataclass(frozen=True, slots=True)
 class AffinityPolicy:
-    """The worker that itself holds most of the prompt; among equals the least backlog."""
+    """The worker that itself holds (or is computing) most of the prompt; among equals the least backlog."""
 
     model: CostModel
     rule: ColdRule
@@ -43,20 +43,20 @@ class AffinityPolicy:
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> Decision:
         considered = candidates(request, snapshot, self.model)
-        chosen = min(considered, key=lambda c: (-(c.pool_tokens + c.node_tokens), c.backlog_s))
-        held = chosen.pool_tokens + chosen.node_tokens
+        chosen = min(considered, key=lambda c: (-(c.pool_tokens + c.node_tokens + c.joined_tokens), c.backlog_s))
+        held = chosen.pool_tokens + chosen.node_tokens + chosen.joined_tokens
         return Decision(
             self.rule.route(request),
             chosen,
             considered,
             self.name,
-            f"holds {held} of {request.total_tokens} tokens itself, with {seconds(chosen.backlog_s)} of backlog",
+            f"holds or computes {held} of {request.total_tokens} tokens itself, with {seconds(chosen.backlog_s)} of backlog",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCachePolicy:
-    """Any worker can read any node's slab, so only load counts: the least backlog."""
+    """Any worker can read any node's slab, so only load counts, and plainly: the fewest requests, as load balancers count."""
 
     model: CostModel
     rule: ColdRule
@@ -64,13 +64,14 @@ class SharedCachePolicy:
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> Decision:
         considered = candidates(request, snapshot, self.model)
-        chosen = min(considered, key=lambda c: (c.backlog_s, -c.cached_tokens))
+        requests = {w.worker: w.running + w.waiting for w in snapshot.workers}
+        chosen = min(considered, key=lambda c: (requests[c.worker], -c.cached_tokens))
         return Decision(
             self.rule.route(request),
             chosen,
             considered,
             self.name,
-            f"least backlog, {seconds(chosen.backlog_s)}, with {chosen.cached_tokens} tokens in reach",
+            f"fewest requests, {requests[chosen.worker]}, with {chosen.cached_tokens} tokens in reach",
         )
 
 

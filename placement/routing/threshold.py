@@ -14,8 +14,9 @@ from placement.routing.types import Candidate, Decision, RequestView, Snapshot
 
 
 def nearest_then_idle(candidate: Candidate) -> tuple[int, int, int, float]:
-    """Sort key: longest cached prefix, of it the most in the nearest tier, then least backlog."""
-    return (-candidate.cached_tokens, -candidate.pool_tokens, -candidate.node_tokens, candidate.backlog_s)
+    """Sort key: longest prefix cached or being computed, of it the most in the nearest tier, then least backlog."""
+    spared = candidate.cached_tokens + candidate.joined_tokens
+    return (-spared, -candidate.pool_tokens, -candidate.node_tokens, candidate.backlog_s)
 
 
 @dataclass(frozen=True, slots=True)

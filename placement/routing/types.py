@@ -6,7 +6,7 @@ Invariant: a `Decision` carries every number that the choice was made on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -49,7 +49,8 @@ class WorkerView:
 @dataclass(frozen=True, slots=True)
 class RequestView:
     """A request and where its leading tokens are cached (committed KV only). `by_worker`, `by_node`: leading tokens in each worker's
-    pool and each node's slab; absent means none. `waited_s`: since it arrived. `sequence`: how many requests this router saw before."""
+    pool and each node's slab; absent means none. `waited_s`: since it arrived. `sequence`: how many requests this router saw before.
+    `by_flight`: leading tokens that it has in common with a prompt which was sent to that worker and isn't computed yet."""
 
     request_id: RequestId
     total_tokens: int
@@ -59,6 +60,7 @@ class RequestView:
     max_new_tokens: int = 1
     waited_s: float = 0.0
     sequence: int = 0
+    by_flight: Mapping[WorkerId, int] = field(default_factory=dict)
 
     @property
     def cached_anywhere(self) -> int:
@@ -76,7 +78,8 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One worker considered, with the numbers: tokens taken from each tier (they add up, nearest tier first), tokens to compute, seconds."""
+    """One worker considered, with the numbers: tokens taken from each tier (they add up, nearest tier first), tokens that another prompt
+    there computes already (`joined_tokens`), tokens to compute, seconds."""
 
     worker: WorkerId
     role: Role
@@ -88,6 +91,7 @@ class Candidate:
     fetch_s: float
     prefill_s: float
     inflicted_s: float
+    joined_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpd_ray.errors import ConfigError, Unavailable
-from cpd_ray.ids import NodeId, RequestId, WorkerId
+from cpd_ray.ids import BlockKey, NodeId, RequestId, WorkerId
 from cpd_ray.messages import PoolCounts, StepCost
 from cpd_ray.types import Role
 from placement.cost_model import CostModel, prefill_s
 from placement.routing.candidates import PREFILLING
+from placement.routing.prefixes import common_blocks
 from placement.routing.registry import POLICIES, make_policy
 from placement.routing.types import RequestView, Route, Snapshot, WorkerView
 
@@ -63,6 +64,7 @@ def cases(draw: st.DrawFn) -> tuple[RequestView, Snapshot]:
         block_size=BLOCK,
         by_worker={view.worker: draw(blocks) * BLOCK for view in views if draw(st.booleans())},
         by_node={NodeId(name): draw(blocks) * BLOCK for name in ("n0", "n1", "n2") if draw(st.booleans())},
+        by_flight={view.worker: draw(blocks) * BLOCK for view in views if draw(st.booleans())},
         waited_s=draw(st.floats(0, 100)),
         sequence=draw(st.integers(0, 1000)),
     )
@@ -92,7 +94,7 @@ def test_chooses_an_able_worker_or_says_there_is_none(name: str, case: tuple[Req
     assert decision.policy == name
     assert decision.reason
     for c in decision.considered:
-        assert c.cached_tokens + c.new_tokens == request.total_tokens
+        assert c.cached_tokens + c.joined_tokens + c.new_tokens == request.total_tokens
         assert c.new_tokens >= 1
         assert min(c.pool_tokens, c.node_tokens, c.cluster_tokens, c.backlog_s, c.fetch_s, c.inflicted_s) >= 0
         assert c.prefill_s > 0
@@ -113,13 +115,13 @@ def test_threshold_equals_the_papers_words(case: tuple[RequestView, Snapshot]) -
     own = {w.worker for w in able(request, snapshot) if w.role is own_role}
     assert (decision.chosen.role is own_role) == bool(own)
     pool = [c for c in decision.considered if not own or c.worker in own]
-    assert decision.chosen.cached_tokens == max(c.cached_tokens for c in pool)
-    peers = [c for c in pool if (c.pool_tokens, c.node_tokens, c.cluster_tokens) == _tiers(decision.chosen)]
+    assert decision.chosen.cached_tokens + decision.chosen.joined_tokens == max(c.cached_tokens + c.joined_tokens for c in pool)
+    peers = [c for c in pool if _tiers(c) == _tiers(decision.chosen)]
     assert decision.chosen.backlog_s == min(c.backlog_s for c in peers)
 
 
 def _tiers(c: object) -> tuple[int, int, int]:
-    return (c.pool_tokens, c.node_tokens, c.cluster_tokens)  # type: ignore[attr-defined]
+    return (c.pool_tokens, c.node_tokens, c.cluster_tokens + c.joined_tokens)  # type: ignore[attr-defined]
 
 
 @settings(max_examples=300, deadline=None)
@@ -244,3 +246,31 @@ def test_impossible_settings_are_refused_by_key(settings_: dict[str, object], ke
     with pytest.raises(ConfigError, match=key) as caught:
         make_policy(**settings_)  # type: ignore[arg-type]
     assert caught.value.param == key
+
+
+def test_agents_on_one_new_context_follow_the_one_that_computes_it() -> None:
+    cost = StepCost(0.005, 3e-5, 6e-10, 0.0)
+    views = [replace(worker(n, r, n), step_cost=cost) for n, r in (("p", Role.PREFILL), ("pp", Role.PRE_PREFILL))]
+    alone = RequestView(RequestId("first"), 100_000, BLOCK, {}, {})
+    first = make_policy("cost").decide(alone, Snapshot(tuple(views), 1))
+    assert first.chosen.worker == "pp"
+    busy = replace(views[1], queue_s=(first.chosen.prefill_s,), backlog_s=first.chosen.prefill_s)
+    follower = replace(alone, request_id=RequestId("next"), by_flight={WorkerId("pp"): 99_840})
+    for _ in range(15):
+        decision = make_policy("cost").decide(follower, Snapshot((views[0], busy), 1))
+        assert decision.chosen.worker == "pp"
+        assert decision.chosen.joined_tokens == 99_840
+        tail_s = decision.chosen.prefill_s
+        assert tail_s < 0.1
+        busy = replace(busy, queue_s=(*busy.queue_s, tail_s), backlog_s=busy.backlog_s + tail_s)
+
+
+@given(one=st.lists(st.integers(0, 1), max_size=40), other=st.lists(st.integers(0, 1), max_size=40))
+def test_common_blocks_equals_counting(one: list[int], other: list[int]) -> None:
+    def chained(bits: list[int]) -> list[BlockKey]:
+        return [BlockKey(bytes(bits[: i + 1])) for i in range(len(bits))]
+
+    count = 0
+    while count < min(len(one), len(other)) and one[count] == other[count]:
+        count += 1
+    assert common_blocks(chained(one), chained(other)) == count
