@@ -26,12 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class Courier:
-    """One a router."""
+    """One a router. `handover_ttl_s`: how long a prefilled request's KV is to wait for its decode worker."""
 
     def __init__(self, fleet: Fleet, membership: Membership, clock: Clock) -> None:
         self._fleet = fleet
         self._membership = membership
         self._clock = clock
+        self.handover_ttl_s = 30.0
         self._telling: set[asyncio.Task[None]] = set()
 
     async def prefill(
@@ -55,6 +56,7 @@ class Courier:
                         may_bounce=flight.actual_cached is None,
                         commit_only=commit_only,
                         priority=request.priority,
+                        handover_ttl_s=self.handover_ttl_s,
                         origin=origin,
                     )
                 )

@@ -106,6 +106,7 @@ class Router:
             shortest_remaining=runtime.engine.order == "shortest",
             aging=1 / runtime.engine.aging_s,
         )
+        self._courier.handover_ttl_s = runtime.handover_ttl_s
         self._gate.reconfigure(_limits(runtime, self._routers))
 
     @property

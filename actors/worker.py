@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from actors.engine.interface import Engine, EngineOutput, EngineRequest, FetchPlan, FetchResult
 from cpd_ray import tokens as token_buffers
 from cpd_ray.errors import DuplicateRequest, InvalidRequest, WorkerDraining
-from cpd_ray.ids import BlockId, BlockKey, NodeId, RequestId, WorkerId
+from cpd_ray.ids import KEY_BYTES, BlockId, BlockKey, NodeId, RequestId, WorkerId
 from cpd_ray.messages import (
     EventsAfter,
     EventsPage,
@@ -222,5 +222,7 @@ class Worker:
         return ids
 
     def keys(self, root: bytes, tokens: bytes) -> tuple[BlockKey, ...]:
-        """Keys of the full blocks of `tokens`."""
+        """Keys of the full blocks of `tokens`; raises InvalidRequest for a root that is no key."""
+        if len(root) != KEY_BYTES:
+            raise InvalidRequest(f"a root key has {KEY_BYTES} bytes, not {len(root)}", param="root")
         return tuple(block_keys(BlockKey(root), tokens, self.engine.block_size))

@@ -53,6 +53,8 @@ class CachedTokens:
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_TOP_K = 2**31
+"""More than any vocabulary; a larger one would not fit a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class SamplingParams:
         need(self.max_tokens >= 1, "max_tokens", "at least 1")
         need(finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "from 0 to 100")
         need(0 < self.top_p <= 1, "top_p", "above 0 and at most 1")
-        need(self.top_k >= 0, "top_k", "0 (all) or more")
+        need(0 <= self.top_k < MAX_TOP_K, "top_k", f"0 (all) or more, below {MAX_TOP_K}")
         need(0 <= self.min_p <= 1, "min_p", "from 0 to 1")
         need(
             finite(self.repetition_penalty) and 0 < self.repetition_penalty <= 100, "repetition_penalty", "above 0 and at most 100"

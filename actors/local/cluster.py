@@ -16,7 +16,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -126,20 +126,20 @@ class LocalCluster:
                 socket = str(self._folder / f"{name}.sock")
                 workers.append(ProcessSpec(worker=WorkerSpec(name, role, NodeId(plan.name), socket, config, self._epoch, sockets)))
         await self._spawn_all(workers)
-        await self._introduce()
+        await self._introduce(list(self._workers))
         fleet = Fleet("router", self.clock, bytes_per_token=layout.bytes_per_token)
         membership = Membership(self, fleet, SourceFeed(self.directory))
         around = Surroundings(membership, fleet, self.directory, self.clock)
         self.router = Router(build.served_model(self.config, facts), around, self.config.runtime, seeds=random.Random(0))
         await membership.start()
 
-    async def _introduce(self) -> None:
-        """Everyone meets whom they may read from, before the first request does."""
+    async def _introduce(self, workers: Sequence[WorkerId]) -> None:
+        """They meet whom they may read from, before the first request does."""
         described = await asyncio.gather(
             *(client.describe() for client in self._nodes.values()), *(client.describe() for client in self._workers.values())
         )
-        for worker, client in self._workers.items():
-            await asyncio.gather(*(client.connect(peer) for peer in described if peer.peer != worker))
+        for worker in workers:
+            await asyncio.gather(*(self._workers[worker].connect(peer) for peer in described if peer.peer != worker))
 
     async def _spawn_all(self, specs: Sequence[ProcessSpec]) -> None:
         """Raises the first one's error once all have started or failed, so that none is on its way when the cluster is taken down."""
@@ -180,6 +180,18 @@ class LocalCluster:
                 for node in self._nodes.values():
                     with contextlib.suppress(PeerGone):
                         await node.writer_gone(name)
+
+    async def revive(self, name: str) -> None:
+        """Start a killed worker anew under its old name. (A node doesn't come back: its workers map the memory of its first life.)"""
+        old = self._children.pop(name).spec.worker
+        assert old is not None, "only workers come back"
+        del self._workers[old.worker]
+        await self._connections.pop(name).close()
+        Path(old.socket).unlink(missing_ok=True)
+        self._epoch += 1
+        await self._spawn(ProcessSpec(worker=replace(old, epoch=self._epoch)))
+        await self._introduce([old.worker])
+        await self.router.membership.refresh()
 
     async def _stop(self) -> None:
         for connection in self._connections.values():
