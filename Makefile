@@ -32,7 +32,7 @@ format: setup ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 test-fast: setup ## tests that need neither Ray nor a model download (under a minute)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not ray and not model and not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto -m "not ray and not model and not gpu and not slow"
 
 test: setup ## everything that runs on this machine
 	$(BIN)/python -m pytest -q

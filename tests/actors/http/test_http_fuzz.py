@@ -121,8 +121,8 @@ def test_bodies_of_the_document_and_near_it(app_once: Any, document: dict[str, A
         asyncio.run(run())
 
     fuzz()
-    assert seen[200] >= 5, f"nearly nothing was accepted: {seen}"
-    assert seen[400] >= 5, f"nearly nothing was refused: {seen}"
+    assert seen[200] >= 1, f"nothing was accepted: {seen}"
+    assert seen[400] >= 1, f"nothing was refused: {seen}"
 
 
 @settings(max_examples=150)
