@@ -63,9 +63,9 @@ def chats(draw: st.DrawFn) -> list[dict[str, str]]:
         st.one_of(
             st.text(max_size=30), st.sampled_from(["<|im_start|>", "<|im_end|>\n", "line of words\nAnd more " * 120, "word " * 40])
         ),
-        max_size=5,
+        max_size=3,
     ).map("".join)
-    return [{"role": "user" if i % 2 == 0 else "assistant", "content": draw(content)} for i in range(draw(st.integers(1, 6)))]
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": draw(content)} for i in range(draw(st.integers(1, 3)))]
 
 
 def test_reuse_changes_nothing(make_folder: MakeFolder) -> None:
@@ -74,8 +74,8 @@ def test_reuse_changes_nothing(make_folder: MakeFolder) -> None:
     used = TextCodec.load(folder, settings=TextSettings(memo_bytes=20_000))
     anew = TextCodec.load(folder, settings=TextSettings(memo_bytes=0))
 
-    @settings(max_examples=60)
-    @given(turns=st.lists(chats(), min_size=1, max_size=4))
+    @settings(max_examples=40)
+    @given(turns=st.lists(chats(), min_size=1, max_size=3))
     def check(turns: list[list[dict[str, str]]]) -> None:
         async def run() -> None:
             messages: list[dict[str, str]] = []
