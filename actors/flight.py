@@ -108,10 +108,10 @@ class Flight:
         self.sent.extend(tokens)
         return TokenChunk(self.request.request_id, index, tokens, logprobs)
 
-    def last(self, chunk: TokenChunk, reason: FinishReason) -> TokenChunk:
-        """`chunk` as the answer's last: with usage and trace."""
+    def known(self, chunk: TokenChunk) -> TokenChunk:
+        """`chunk` with usage and trace as they are so far: for whoever stops listening before the last chunk."""
         cached = self.cached or CachedTokens()
-        assert self.decision is not None, "an answer ended that was never routed"
+        assert self.decision is not None, "an answer that was never routed"
         trace = RequestTrace(
             route=self.decision.route,
             reason=self.decision.reason,
@@ -122,7 +122,11 @@ class Flight:
             actual_ttft_s=self.ttft_s or 0.0,
             attempts=self.attempts,
         )
-        return replace(chunk, finish_reason=reason, usage=Usage(self.request.prompt_tokens, len(self.sent), cached), trace=trace)
+        return replace(chunk, usage=Usage(self.request.prompt_tokens, len(self.sent), cached), trace=trace)
+
+    def last(self, chunk: TokenChunk, reason: FinishReason) -> TokenChunk:
+        """`chunk` as the answer's last."""
+        return replace(self.known(chunk), finish_reason=reason)
 
 
 def node_runs(by_node: Mapping[NodeId, int], most: int = 4) -> tuple[NodeRun, ...]:

@@ -222,7 +222,7 @@ class Router:
             if result.token is None:
                 raise WorkerGone("the prefill worker gave no token")
             chunk = flight.deliver(len(flight.sent), (result.token,), (result.logprobs,) if result.logprobs else ())
-            yield chunk if result.finish_reason is None else flight.last(chunk, result.finish_reason)
+            yield flight.known(chunk) if result.finish_reason is None else flight.last(chunk, result.finish_reason)
             if result.finish_reason is not None:
                 return
             if handover is None or decode is None:
