@@ -88,7 +88,7 @@ class World:
         chunk = None
         async for chunk in self.router.generate(request):
             assert chunk.index == len(tokens)
-            assert (chunk.finish_reason is None) == (chunk.usage is None)
+            assert (chunk.usage is not None) == (chunk.index == 0 or chunk.finish_reason is not None)
             tokens += chunk.tokens
         assert chunk is not None and chunk.usage is not None and chunk.trace is not None
         assert chunk.finish_reason is FinishReason.LENGTH
