@@ -19,6 +19,7 @@ from actors.engine.runner import TorchRunner
 from actors.engine.sampler import Sampler
 from actors.models.facts import ModelFacts
 from actors.models.store import default_cache_dir
+from cpd_ray.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ def assemble(
     if threads is not None:
         torch.set_num_threads(threads)
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if place != "cpu" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device: {place!r} needs a GPU that torch can use, and there is none; use auto or cpu")
     loaded = load_model(folder, dtype=dtype, device=place)
     memory = KvMemory(loaded.kv_shape(block_size), blocks, device=place)
     sampler = Sampler(loaded.facts.vocab_size, loaded.facts.eos_token_ids)

@@ -6,11 +6,14 @@ Owns loading and the bridge that transformers calls instead of its own attention
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -59,21 +62,31 @@ AttentionInterface.register(ATTENTION, _paged_attention)
 
 
 def load_model(folder: Path, *, dtype: str = "bfloat16", device: str = "cpu") -> LoadedModel:
-    """Load and check. Raises ModelUnavailable when the folder's model is refused, damaged or too large for memory."""
+    """Load and check. Raises ModelUnavailable when the folder's model is refused, damaged, incomplete or too large for memory."""
     if dtype not in DTYPES:
         raise ConfigError(f"model.dtype must be one of {', '.join(DTYPES)}, not {dtype!r}")
     facts = model_facts(folder)
+    with _quiet_transformers():
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True, output_loading_info=True
+            )
+            model.eval().requires_grad_(False).to(device)
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+            log.exception("loading the model failed")
+            raise ModelUnavailable(f"the model's weights can't be loaded ({type(error).__name__}); see the log") from error
+    # transformers fills what is missing with random numbers
+    if lacking := sorted(report["missing_keys"]):
+        raise ModelUnavailable(f"the model's weights lack {len(lacking)} tensor(s), the first is {lacking[0]}")
+    return LoadedModel(model, facts, DTYPES[dtype], device, facts.kv_heads)
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
     bars_were_on = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=DTYPES[dtype], attn_implementation=ATTENTION, local_files_only=True
-        )
-        model.eval().requires_grad_(False).to(device)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        log.exception("loading the model failed")
-        raise ModelUnavailable(f"the model's weights can't be loaded ({type(error).__name__}); see the log") from error
+        yield
     finally:
         if bars_were_on:
             transformers_logging.enable_progress_bar()
-    return LoadedModel(model, facts, DTYPES[dtype], device, facts.kv_heads)

@@ -30,8 +30,6 @@ class CpuPagedBackend:
         batch = self._batch
         assert batch is not None, "attend before prepare"
         key, value, query = _row_strided(key), _row_strided(value), _row_strided(query)
-        if key.stride(0) != value.stride(0):
-            key, value = key.contiguous(), value.contiguous()
         self._kernels.write(layer, key, value, batch)
         out = torch.empty(query.shape, dtype=query.dtype)
         if batch.decodes:
@@ -43,4 +41,6 @@ class CpuPagedBackend:
 
 def _row_strided(x: torch.Tensor) -> torch.Tensor:
     """As it is when each row's heads lie side by side, else a copy for which they do."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    if x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -241,14 +241,14 @@ struct Layer {
 };
 
 template <typename T>
-void write_kv(const PoolView& view, int64_t layer_index, const T* key, const T* value, int64_t row_stride, const int64_t* blocks,
-              const int64_t* offsets, int64_t rows) {
+void write_kv(const PoolView& view, int64_t layer_index, const T* key, int64_t key_stride, const T* value, int64_t value_stride,
+              const int64_t* blocks, const int64_t* offsets, int64_t rows) {
   const Layer<T> layer(view, layer_index);
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t head = 0; head < view.kv_heads; ++head) {
-      const int64_t from = row * row_stride + head * view.head_dim;
-      std::memcpy(layer.key(blocks[row], head, offsets[row]), key + from, sizeof(T) * view.head_dim);
-      std::memcpy(layer.value(blocks[row], head, offsets[row]), value + from, sizeof(T) * view.head_dim);
+      const int64_t bytes = int64_t(sizeof(T)) * view.head_dim, at = head * view.head_dim;
+      std::memcpy(layer.key(blocks[row], head, offsets[row]), key + row * key_stride + at, bytes);
+      std::memcpy(layer.value(blocks[row], head, offsets[row]), value + row * value_stride + at, bytes);
     }
 }
 
@@ -664,9 +664,9 @@ int32_t cpd_has_bf16_dot() { return CPD_DOT_BF16; }
                            int64_t rotary) {                                                                                           \
     rotate<T>(x, cosine, sine, rows, row_stride, heads, head_dim, rotary);                                                             \
   }                                                                                                                                    \
-  void cpd_write_kv_##SUFFIX(const PoolView* view, int64_t layer, const T* key, const T* value, int64_t row_stride,                     \
-                             const int64_t* blocks, const int64_t* offsets, int64_t rows) {                                            \
-    write_kv<T>(*view, layer, key, value, row_stride, blocks, offsets, rows);                                                          \
+  void cpd_write_kv_##SUFFIX(const PoolView* view, int64_t layer, const T* key, int64_t key_stride, const T* value,                    \
+                             int64_t value_stride, const int64_t* blocks, const int64_t* offsets, int64_t rows) {                      \
+    write_kv<T>(*view, layer, key, key_stride, value, value_stride, blocks, offsets, rows);                                            \
   }                                                                                                                                    \
   void cpd_decode_##SUFFIX(const PoolView* view, int64_t layer, const T* query, int64_t query_stride, const int32_t* tables,            \
                            int64_t table_stride, const int32_t* lengths, int64_t rows, int64_t window, float scale, T* out) {           \

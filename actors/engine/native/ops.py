@@ -23,7 +23,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "add_rms_norm": [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float],
     "gated_silu": [c_void_p, c_void_p, c_void_p, c_int64, c_int64],
     "rotate": [c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64, c_int64],
-    "write_kv": [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
+    "write_kv": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int64],
     "decode": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_float, c_void_p],
     "chunk": [c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_float, c_void_p],
 }
@@ -97,10 +97,9 @@ class PagedKernels:
         self._ops.use_threads(count)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, batch: StepBatch) -> None:
-        """Store `[rows, kv_heads, head_dim]`, equally strided by row, where the rows' tokens live."""
-        assert key.stride() == value.stride() and key.stride(1) == key.shape[2], "keys and values share one row layout"
+        """Store `[rows, kv_heads, head_dim]`, each row's heads side by side, where the rows' tokens live."""
         self._ops._write_kv(
-            self._view_at, layer, key.data_ptr(), value.data_ptr(), key.stride(0),
+            self._view_at, layer, key.data_ptr(), key.stride(0), value.data_ptr(), value.stride(0),
             batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr(), key.shape[0],
         )  # fmt: skip
 
