@@ -56,7 +56,7 @@ class World:
         self.all = {WorkerId(name): self._new(shape) for name, shape in self.shapes.items()}
         self.fleet = Fleet("r", self.clock, bytes_per_token=64)
         self.directory = Directory(clock=self.clock)
-        membership = Membership(self, self.fleet, SourceFeed(self.directory))
+        membership = Membership(self, self.fleet, SourceFeed(self.directory, timeout_s=0.05), timeout_s=0.05)
         around = Surroundings(membership, self.fleet, self.directory, self.clock)
         self.router = Router(MODEL, around, self.runtime, seeds=random.Random(0))
         self.count = 0
@@ -88,7 +88,7 @@ class World:
         chunk = None
         async for chunk in self.router.generate(request):
             assert chunk.index == len(tokens)
-            assert (chunk.usage is not None) == (chunk.index == 0 or chunk.finish_reason is not None)
+            assert chunk.usage is not None or (chunk.index > 0 and chunk.finish_reason is None)
             tokens += chunk.tokens
         assert chunk is not None and chunk.usage is not None and chunk.trace is not None
         assert chunk.finish_reason is FinishReason.LENGTH
@@ -232,6 +232,35 @@ async def test_draining_workers_are_passed_over_and_stay_members() -> None:
         prompt = [i + 1] * 9
         assert await world.ask(world.request(prompt)) == answer(prompt, 8, 1)
     assert WorkerId("d1") in world.fleet.members()
+    await world.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("point", "role"), [("prefill", Role.PREFILL), ("decode", Role.DECODE), ("chunk", Role.DECODE)])
+async def test_nobody_waits_for_a_frozen_worker(point: str, role: Role) -> None:
+    world = await ready()
+    asking = asyncio.create_task(world.ask(world.request([5] * 9)))
+    thawed = asyncio.Event()
+
+    def freeze(at: str) -> int:
+        if at == point:  # whoever gets there first stays there
+            world.rest = lambda point: 0
+            for worker in world.all.values():
+                if worker.active and worker.shape.role is role:
+                    worker.rest = lambda point: 0 if thawed.is_set() else 10**9
+                    return 10**9
+        return 0
+
+    world.rest = freeze
+    await turns(30)
+    assert not asking.done()
+    world.clock.advance(19.0)
+    await world.refresh()
+    assert not asking.done(), "it may still answer"
+    world.clock.advance(2.0)
+    await world.refresh()
+    assert await asking == answer([5] * 9, 8, 1)
+    thawed.set()
+    await world.refresh()
     await world.assert_nothing_left()
 
 
