@@ -17,11 +17,13 @@ from cpd_ray.errors import ModelUnavailable
 
 log = logging.getLogger(__name__)
 
+_HUB_SIZES = ["config.json", "generation_config.json"]
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 
 
-def resolve(model: str, cache_dir: Path | None = None) -> Path:
-    """The model's folder, made or fetched when it isn't there yet. Raises ModelUnavailable, or ConfigError for a bad `tiny` spec."""
+def resolve(model: str, cache_dir: Path | None = None, *, weights: bool = True) -> Path:
+    """The model's folder, made or fetched when it isn't there yet; without `weights`, of a hub model only what tells its sizes. Raises
+    ModelUnavailable, or ConfigError for a bad `tiny` spec."""
     store = ModelStore(cache_dir or default_cache_dir(os.environ))
     if model == "smollm2":
         return store.ensure(smollm2.FOLDER, smollm2.RECIPE, smollm2.write_smollm2)
@@ -35,10 +37,10 @@ def resolve(model: str, cache_dir: Path | None = None) -> Path:
         return path.resolve()
     if path.is_absolute() or model.startswith(("./", "../", "~")):
         raise ModelUnavailable("the model folder does not exist; point `model` at a folder saved by transformers")
-    return _from_hub(model)
+    return _from_hub(model, _HUB_FILES if weights else _HUB_SIZES)
 
 
-def _from_hub(model: str) -> Path:
+def _from_hub(model: str, files: list[str]) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -46,7 +48,7 @@ def _from_hub(model: str) -> Path:
     repository, _, revision = model.partition("@")
     advice = "use `smollm2`, `tiny`, or a local folder instead"
     try:
-        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=_HUB_FILES))
+        folder = Path(snapshot_download(repository, revision=revision or None, allow_patterns=files))
     except HFValidationError as error:
         raise ModelUnavailable(f"{model!r} is neither a known model, nor a folder, nor a hub id (org/name); {advice}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError, ConnectionError) as error:
