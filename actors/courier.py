@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import cast
 
 from actors.clients import PrefillClient
@@ -34,6 +34,7 @@ class Courier:
         self._clock = clock
         self.handover_ttl_s = 30.0
         self._telling: set[asyncio.Task[None]] = set()
+        self._waiting: dict[WorkerId, set[asyncio.Timeout]] = {}
 
     async def prefill(
         self, flight: Flight, chosen: Candidate, sources: tuple[NodeRun, ...], *, commit_only: bool = False
@@ -44,7 +45,7 @@ class Courier:
         with self._blames(flight, worker):
             client = self._fleet.prefill_client(worker)
             with self._fleet.dispatch(worker, flight.name, new_tokens=new, seconds=seconds) as origin:
-                result = await client.prefill(
+                prefill = client.prefill(
                     PrefillRequest(
                         request_id=flight.name,
                         root=flight.root,
@@ -60,6 +61,8 @@ class Courier:
                         origin=origin,
                     )
                 )
+                async with self._unless_lost(worker):
+                    result = await prefill
         flight.prefilled(result, self._clock.now_s())
         return result
 
@@ -89,7 +92,7 @@ class Courier:
                         )
                     )
                     async with contextlib.aclosing(stream):
-                        async for chunk in stream:
+                        while (chunk := await self._next(worker, stream)) is not None:
                             if not ended:
                                 ended = True
                                 self.end(handover)
@@ -102,6 +105,32 @@ class Courier:
         finally:
             if not ended:
                 self.end(handover)
+
+    def give_up(self, worker: WorkerId) -> None:
+        """Whoever waits for `worker` gets WorkerGone."""
+        for scope in self._waiting.get(worker, ()):
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _next(self, worker: WorkerId, stream: AsyncGenerator[DecodeChunk, None]) -> DecodeChunk | None:
+        async with self._unless_lost(worker):
+            return await anext(stream, None)
+
+    @contextlib.asynccontextmanager
+    async def _unless_lost(self, worker: WorkerId) -> AsyncIterator[None]:
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._waiting.setdefault(worker, set()).add(scope)
+                yield
+        except TimeoutError as error:
+            if not scope.expired():
+                raise
+            raise WorkerGone(f"worker {worker} has not been heard of for too long") from error
+        finally:
+            waiting = self._waiting[worker]
+            waiting.discard(scope)
+            if not waiting:
+                del self._waiting[worker]
 
     def end(self, handover: Handover) -> None:
         """Tell the prefill worker, without waiting for it, that its blocks are free. If it can't be told, the lease lapses there."""

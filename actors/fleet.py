@@ -43,13 +43,17 @@ class _Member:
 
 class Fleet:
     """`router`: this router's name in `Origin`. `stale_after_s`: a worker that has been silent for so long, while others were asked, is
-    not chosen. (Silence is measured to the last round of asking, not to now: a stall of our own process is nobody's silence.)"""
+    not chosen; after `lost_after_s` what it was sent counts as lost. (Silence is measured to the last round of asking, not to now: a
+    stall of our own process is nobody's silence.)"""
 
-    def __init__(self, router: str, clock: Clock, *, bytes_per_token: int, stale_after_s: float = 5.0) -> None:
+    def __init__(
+        self, router: str, clock: Clock, *, bytes_per_token: int, stale_after_s: float = 5.0, lost_after_s: float = 20.0
+    ) -> None:
         self._router = router
         self._clock = clock
         self._bytes_per_token = bytes_per_token
         self._stale_after_s = stale_after_s
+        self._lost_after_s = lost_after_s
         self._members: dict[WorkerId, _Member] = {}
         self._asked_at_s = clock.now_s()
 
@@ -82,6 +86,10 @@ class Fleet:
     def members(self) -> list[WorkerId]:
         """All that were ever heard and not found gone."""
         return list(self._members)
+
+    def lost(self) -> list[WorkerId]:
+        """Members that have been silent for so long that nobody should wait for them."""
+        return [w for w, m in self._members.items() if self._silent_s(m) > self._lost_after_s]
 
     def reports(self) -> list[WorkerReport]:
         """Last report of each."""
@@ -131,7 +139,10 @@ class Fleet:
         return sum(len(m.sent) for m in self._members.values())
 
     def _fresh(self, member: _Member) -> bool:
-        return self._asked_at_s - member.reported_at_s <= self._stale_after_s and member.report.state is not WorkerState.STARTING
+        return self._silent_s(member) <= self._stale_after_s and member.report.state is not WorkerState.STARTING
+
+    def _silent_s(self, member: _Member) -> float:
+        return self._asked_at_s - member.reported_at_s
 
     def _view(self, member: _Member) -> WorkerView:
         report, now_s = member.report, self._clock.now_s()

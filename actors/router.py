@@ -172,6 +172,8 @@ class Router:
         """Workers or their loads have changed."""
         for worker in self._reservations.workers() - set(self._fleet.workers(Role.DECODE)):
             self._reservations.worker_gone(worker)
+        for worker in self._fleet.lost():
+            self._courier.give_up(worker)
         self._gate.tick()
 
     # -- answering ---------------------------------------------------------------------------------------------------

@@ -135,11 +135,15 @@ class LocalCluster:
 
     async def _introduce(self, workers: Sequence[WorkerId]) -> None:
         """They meet whom they may read from, before the first request does."""
-        described = await asyncio.gather(
-            *(client.describe() for client in self._nodes.values()), *(client.describe() for client in self._workers.values())
-        )
+        clients = (*self._nodes.values(), *self._workers.values())
+        described = await asyncio.gather(*(client.describe() for client in clients), return_exceptions=True)
+        peers = [peer for peer in described if not isinstance(peer, (WorkerGone, PeerGone))]
         for worker in workers:
-            await asyncio.gather(*(self._workers[worker].connect(peer) for peer in described if peer.peer != worker))
+            for peer in peers:
+                if isinstance(peer, BaseException):
+                    raise peer
+                if peer.peer != worker:
+                    await self._workers[worker].connect(peer)
 
     async def _spawn_all(self, specs: Sequence[ProcessSpec]) -> None:
         """Raises the first one's error once all have started or failed, so that none is on its way when the cluster is taken down."""
@@ -187,7 +191,7 @@ class LocalCluster:
         assert old is not None, "only workers come back"
         del self._workers[old.worker]
         await self._connections.pop(name).close()
-        Path(old.socket).unlink(missing_ok=True)
+        await asyncio.to_thread(Path(old.socket).unlink, missing_ok=True)
         self._epoch += 1
         await self._spawn(ProcessSpec(worker=replace(old, epoch=self._epoch)))
         await self._introduce([old.worker])

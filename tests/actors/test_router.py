@@ -474,7 +474,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("policy", ["cost", "threshold", "affinity_shared"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 async def test_random_failures_lose_no_token_and_leave_no_count(seed: int, policy: str) -> None:
     runtime = RuntimeConfig.model_validate(
         {
