@@ -38,18 +38,26 @@ class Sampler:
 
     def sample(self, sequences: Sequence[SequenceStep], logits: torch.Tensor) -> list[Sampled]:
         """One `Sampled` a row of `logits` `[len(sequences), vocabulary]`. A faulty row carries its error."""
+        if logits.device.type != "cpu":
+            return self._sample_far(sequences, logits)
+        rows: npt.NDArray[np.float32] = logits.float().numpy()
+        best = rows.argmax(1)
+        return [self._one(s, float(row[b]), int(b), row) for s, row, b in zip(sequences, rows, best, strict=True)]
+
+    def _sample_far(self, sequences: Sequence[SequenceStep], logits: torch.Tensor) -> list[Sampled]:
+        """On a device: greedy rows are settled there, and only the others' logits come over."""
         best = logits.argmax(-1)
-        peaks = logits.gather(-1, best[:, None])[:, 0].tolist()
+        peaks: list[float] = logits.gather(-1, best[:, None])[:, 0].tolist()
         tokens: list[int] = best.tolist()
-        by_hand = [i for i, s in enumerate(sequences) if _needs_row(s)]
-        rows = dict(zip(by_hand, logits[by_hand].float().cpu().numpy(), strict=True)) if by_hand else {}
+        wanted = [i for i, s in enumerate(sequences) if _needs_row(s)]
+        rows = dict(zip(wanted, logits[wanted].float().cpu().numpy(), strict=True)) if wanted else {}
         return [self._one(s, peaks[i], tokens[i], rows.get(i)) for i, s in enumerate(sequences)]
 
     def _one(self, step: SequenceStep, peak: float, best: int, row: Row | None) -> Sampled:
-        # argmax takes a NaN for the largest value, so the peak tells of any NaN in the row
+        # argmax takes a NaN for the largest value (numpy's and torch's do), so the peak tells of any NaN in the row
         if not math.isfinite(peak):
             return Sampled(step.request_id, None, error=EngineFault("the model gave no finite logits for this request"))
-        if row is None:
+        if row is None or not _needs_row(step):
             return Sampled(step.request_id, best)
         try:
             token = self._choose(step, row)
@@ -178,8 +186,11 @@ def _border(near: npt.NDArray[np.float64], sampling: SamplingParams, total: floa
 
 def log_probabilities(row: Row, token: int, top: int) -> TokenLogprobs:
     """Natural-log probabilities under softmax(`row`), the model's own distribution: the token's and the `top` likeliest ones'."""
-    peak = float(row.max())
-    normaliser = peak + math.log(float(np.exp(row - np.float32(peak)).sum(dtype=np.float64)))
-    ids = np.argpartition(row, -top)[-top:] if 0 < top < len(row) else np.arange(min(top, len(row)))
-    order = sorted(ids.tolist(), key=lambda i: (-row[i], i))
-    return TokenLogprobs(float(row[token]) - normaliser, tuple((i, float(row[i]) - normaliser) for i in order))
+    peak = row.max()
+    normaliser = float(peak) + math.log(float(np.exp(row - peak).sum(dtype=np.float64)))
+    if not top:
+        return TokenLogprobs(float(row[token]) - normaliser)
+    near = next(ids for reach in _REACHES if len(ids := np.flatnonzero(row >= peak - np.float32(reach))) >= min(top, len(row)))
+    # lexsort: likeliest first, of equals the lowest id
+    likeliest = near[np.lexsort((near, -row[near]))[:top]]
+    return TokenLogprobs(float(row[token]) - normaliser, tuple((int(i), float(row[i]) - normaliser) for i in likeliest))
