@@ -41,6 +41,8 @@ class PrefillWorker:
                 async for output in stream:
                     first = first or output
                     last = output
+            if request.commit_only:
+                await worker.tiers.written_down()  # what was asked for is that it can be found
             return self._result(request, first or last, last)
 
     def end_handover(self, lease: LeaseId) -> None:

@@ -172,6 +172,10 @@ class TieredKv:
         """Periodic: see to what a node that was out of reach has not heard."""
         self._writer.tick()
 
+    async def written_down(self) -> None:
+        """Return when all that was stored until now has been written, or can't be."""
+        await self._writer.settled()
+
     async def drain(self) -> None:
         """Return when all that was to be written has been, or can't be, and every lease has been given back."""
         await self._writer.drain()

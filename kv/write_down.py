@@ -60,6 +60,8 @@ class WriteDown:
         self._task: asyncio.Task[None] | None = None
         self._owed: deque[tuple[SlabSide, CommitBlocks]] = deque()
         self._closed = False
+        self._done_blocks = 0
+        self._progress = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-write")
 
     def put(self, slab: SlabSide, parent: BlockKey | None, keys: Sequence[BlockKey], blocks: Sequence[BlockId]) -> None:
@@ -82,6 +84,12 @@ class WriteDown:
         """Periodic: try again to acknowledge what the node has not heard of."""
         if self._owed and self._task is None and not self._closed:
             self._task = asyncio.get_running_loop().create_task(self._work(), name="write down")
+
+    async def settled(self) -> None:
+        """Return when what waits now has been written, or can't be; what comes later may still wait."""
+        until_blocks = self._done_blocks + self.waiting_blocks
+        while self._done_blocks < until_blocks:
+            await self._progress.wait()
 
     async def drain(self) -> None:
         """Return when nothing waits."""
@@ -127,6 +135,9 @@ class WriteDown:
     def _done(self, run: _Run) -> None:
         self._pool.pool.release(run.blocks)
         self.waiting_blocks -= len(run.blocks)
+        self._done_blocks += len(run.blocks)
+        self._progress.set()
+        self._progress = asyncio.Event()
 
     async def _write(self, run: _Run) -> None:
         node = run.slab.node
