@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from actors.copy_near import CopySettings
 from actors.decode import DecodeWorker
-from actors.engine.assemble import assemble
 from actors.engine.engine import AsyncEngine
 from actors.engine.scheduler import Scheduler
 from actors.engine.validation import EngineShape
@@ -109,6 +108,8 @@ class NodeSide:
 
 def make_worker(config: CPDConfig, identity: Identity, side: NodeSide, clock: Clock) -> AnyWorker:
     """A worker with its engine, pool, transport and way to the tiers; blocks while the model loads. Raises ModelUnavailable, ConfigError."""
+    from actors.engine.assemble import assemble  # needs torch, which only workers load
+
     folder = model_folder(config)
     facts = facts_of(config)
     parts = assemble(
