@@ -28,6 +28,8 @@ WORKERS: dict[Role, type[WorkerReplica]] = {
 MANY = 100_000
 """No limit of Serve's own on calls to a replica: the router admits."""
 DRAIN_S = 30.0
+RECONFIGURED_WITHIN_S = 3.0
+"""How long Serve may keep a worker out of everyone's view while it gives it new knobs. A worker that leaves for good may be asked so long."""
 
 
 def build_kv(args: dict[str, Any]) -> Application:
@@ -85,7 +87,9 @@ def _workers(config: CPDConfig, role: Role) -> Application:
         placement_group_bundles=[{"CPU": chosen.cpus_per_rank} | ({"GPU": chosen.gpus_per_rank} if chosen.gpus_per_rank else {})],
         placement_group_strategy="STRICT_PACK",
         **({"placement_group_bundle_label_selector": [chosen.labels]} if chosen.labels else {}),
-        request_router_config=RequestRouterConfig(request_router_class=TARGET_ROUTER),
+        request_router_config=RequestRouterConfig(
+            request_router_class=TARGET_ROUTER, request_router_kwargs={"returns_within_s": RECONFIGURED_WITHIN_S}
+        ),
         user_config=config.runtime.model_dump(mode="json"),
         graceful_shutdown_timeout_s=DRAIN_S,
         health_check_period_s=2.0,

@@ -61,14 +61,15 @@ def handle_of(deployment: str, app: str) -> DeploymentHandle[Any]:
 
 
 def replicas(handle: DeploymentHandle[Any]) -> list[RunningReplica]:
-    """The deployment's replicas that take calls now, as this process has last heard; none before the first news came.
+    """Replicas of a deployment with the router of `actors.targeting` that take calls now, as far as this process knows; none before the first
+    news came.
 
     Where handles run in the caller's loop (see `RAY_SERVE_THROUGHPUT_OPTIMIZED`), a handle's first use must be from one.
     """
     if not handle.is_initialized:
         handle._init()
     router = handle._router._asyncio_router.request_router
-    return list(router.curr_replicas.values()) if router is not None else []
+    return list(router.within_reach().values()) if router is not None else []
 
 
 class ReplicaCaller:
