@@ -28,6 +28,8 @@ WORKERS: dict[Role, type[WorkerReplica]] = {
 MANY = 100_000
 """No limit of Serve's own on calls to a replica: the router admits."""
 DRAIN_S = 30.0
+DRAIN_LOOK_S = 0.2
+"""How often a replica that is to end looks whether its last request has ended."""
 RECONFIGURED_WITHIN_S = 3.0
 """How long Serve may keep a worker out of everyone's view while it gives it new knobs. A worker that leaves for good may be asked so long."""
 
@@ -52,11 +54,15 @@ def build_kv(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": config.slab.cpus},
         request_router_config=RequestRouterConfig(request_router_class=TARGET_ROUTER),
         graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
     )(KvCacheReplica)
-    directory = serve.deployment(name=names.directory, max_ongoing_requests=MANY, ray_actor_options={"num_cpus": config.slab.cpus})(
-        DirectoryReplica
-    )
+    directory = serve.deployment(
+        name=names.directory,
+        max_ongoing_requests=MANY,
+        ray_actor_options={"num_cpus": config.slab.cpus},
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
+    )(DirectoryReplica)
     return directory.bind(plain, caches.bind(plain))
 
 
@@ -71,6 +77,7 @@ def build(args: dict[str, Any]) -> Application:
         ray_actor_options={"num_cpus": config.router_cpus},
         user_config=config.runtime.model_dump(mode="json"),
         graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
     )(serve.ingress()(RouterReplica))
     return router.bind(_arguments(config), *workers)
@@ -92,6 +99,7 @@ def _workers(config: CPDConfig, role: Role) -> Application:
         ),
         user_config=config.runtime.model_dump(mode="json"),
         graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
     )(WORKERS[role])
     return pool.bind(_arguments(config))
