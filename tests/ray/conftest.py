@@ -9,27 +9,32 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import pytest_asyncio
 import ray
 from ray import serve
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from actors.local_cluster import NODE_LABEL
+from tests.ray.launched import REPOSITORY, Launched
+from tests.ray.system import Asker, System, system_config
+
 STORE_BYTES = 256 * 2**20
 SHARED_MEMORY = Path("/dev/shm")
 
 CLUSTER_ENV = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "OMP_NUM_THREADS": "1",
@@ -46,10 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class RayCluster:
-    """`nodes`: Ray's ids of the two nodes, the driver's first."""
+    """`nodes`: Ray's ids of the two nodes, labelled n0 and n1, the driver's first. `http_port`: where Serve's proxy listens."""
 
     address: str
     nodes: tuple[str, str]
+    http_port: int
 
 
 @pytest.fixture(scope="session")
@@ -59,15 +65,17 @@ def cluster() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**CLUSTER_ENV, "RAY_TMPDIR": folder}.items():
             patch.setenv(name, value)
-        arguments = {"num_cpus": 16, "object_store_memory": STORE_BYTES}
-        started = Cluster(initialize_head=True, head_node_args={**arguments, "include_dashboard": False})
+        arguments = {"num_cpus": 16, "object_store_memory": STORE_BYTES, "include_log_monitor": False}
+        head = {**arguments, "include_dashboard": False, "no_monitor": True, "labels": {NODE_LABEL: "n0"}}
+        started = Cluster(initialize_head=True, head_node_args=head)
         try:
-            started.add_node(**arguments)
+            started.add_node(**arguments, labels={NODE_LABEL: "n1"})
             ray.init(address=started.address, log_to_driver=False)
             mine = ray.get_runtime_context().get_node_id()
             (other,) = (n["NodeID"] for n in ray.nodes() if n["NodeID"] != mine)
-            serve.start(proxy_location="Disabled")
-            yield RayCluster(started.address, (mine, other))
+            port = free_port()
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+            yield RayCluster(started.address, (mine, other), port)
             serve.shutdown()
             _check_nothing_runs()
         finally:
@@ -80,6 +88,12 @@ def cluster() -> Iterator[RayCluster]:
             shutil.rmtree(folder, ignore_errors=True)
     assert not alive, f"processes left behind: {alive}"
     assert not (left := abandoned(memory_before)), f"shared memory left behind: {left}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def abandoned(before: set[Path]) -> set[Path]:
@@ -102,6 +116,27 @@ def _check_nothing_runs() -> None:
     assert not groups, f"placement groups left behind: {groups}"
 
 
+@pytest.fixture(scope="session")
+def system(cluster: RayCluster) -> Iterator[System]:
+    """The whole system on the cluster, deployed as `serve deploy` does it."""
+    running = System(cluster.http_port, system_config())
+    running.deploy()
+    running.wait_until_running()
+    yield running
+    running.delete()
+
+
+@pytest_asyncio.fixture
+async def asker(system: System) -> AsyncIterator[Asker]:
+    """Someone who asks the system, which is as it was deployed, idle and knows nothing; idle and whole again afterwards."""
+    async with Asker(system) as asker:
+        await asker.until_whole()
+        await asker.forget()
+        yield asker
+        system.deploy()
+        await asker.until_whole()
+
+
 @pytest.fixture
 def deploy(cluster: RayCluster) -> Iterator[Callable[..., Any]]:
     """`deploy(application, name)`: run an application for one test; returns its ingress deployment's handle."""
@@ -114,3 +149,34 @@ def deploy(cluster: RayCluster) -> Iterator[Callable[..., Any]]:
     yield run
     for name in names:
         serve.delete(name)
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+def launched(tmp_path: Path, port: int) -> Iterator[Callable[..., Launched]]:
+    """Runs that leave nothing: no process, shared memory, folder or port."""
+    memory, token = set(SHARED_MEMORY.iterdir()), Path.home() / ".ray" / "auth_token"
+    had_token = token.exists()
+    runs: list[Launched] = []
+
+    def start(applications: list[dict[str, object]], *options: str) -> Launched:
+        runs.append(Launched(tmp_path, applications, port, *options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:
+            run.process.terminate()
+        run.end()
+        assert run.processes() == []
+        assert run.folders or run.process.returncode == 2
+        assert not [folder for folder in run.folders if folder.exists()]
+    assert not abandoned(memory)
+    assert token.exists() is had_token
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", port))

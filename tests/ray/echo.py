@@ -217,6 +217,6 @@ def caller_app(count: int) -> Any:
     """A Caller over `count` echoes."""
     return (
         serve.deployment(Caller)
-        .options(ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=100)
+        .options(ray_actor_options={"num_cpus": 0.1}, max_ongoing_requests=100, graceful_shutdown_wait_loop_s=0.1)
         .bind(echo_deployment(count).bind())
     )
