@@ -57,9 +57,7 @@ class CopyNear:
         if self._closed or source not in self._remote.nodes or not keys:
             return
         reads = [RemoteRead(key, above, source, self._count(key)) for above, key in pairwise((parent, *keys)) if key is not None]
-        runs = copies_to_make(
-            reads, after_reads=self._settings.after_reads, budget_blocks=self._budget(), here=self._is_here
-        )
+        runs = copies_to_make(reads, after_reads=self._settings.after_reads, budget_blocks=self._budget(), here=self._is_here)
         for run in runs:
             self._queue.append(run)
             self._queued.update(run.keys)
