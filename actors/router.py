@@ -7,10 +7,11 @@ counted, reserved or leased for it (what could not be told to a worker lapses th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from actors.courier import Courier
@@ -22,11 +23,12 @@ from actors.served_model import ServedModel
 from cpd_ray.clock import Clock
 from cpd_ray.config import RuntimeConfig
 from cpd_ray.errors import CacheMissed, CPDError, DuplicateRequest, KVError, PeerGone, PoolExhausted, Unavailable, WorkerGone
-from cpd_ray.ids import NodeId, RequestId, WorkerId, join_keys, pool_source, slab_source
+from cpd_ray.ids import BlockKey, NodeId, RequestId, WorkerId, join_keys, pool_source, slab_source
 from cpd_ray.messages import NodeRun, PinBlocks, PrefillResult
 from cpd_ray.types import GenerateRequest, Role, TokenChunk
 from kv.directory import Directory
 from kv.keys import block_keys
+from kv.node import KvNode
 from placement.admission import Admission, AdmissionLimits, Ticket
 from placement.reservations import DecodeReservations
 from placement.routing.decode import DecodeCostPolicy
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 4
 """How often a request is tried before its client hears of failures; a cache miss counts as one."""
+WRITTEN_WITHIN_S, WRITTEN_POLL_S = 5.0, 0.01
+"""How long warming waits for the last blocks to be written down, which happens beside computing, before it pins what is there."""
 _TRIED_AGAIN = (CacheMissed, WorkerGone, PoolExhausted)
 
 
@@ -283,11 +287,21 @@ class Router:
         try:
             if node is None:
                 raise PeerGone(f"node {name} has left")
+            await self._written(node, worker, flight.keys)
             pin = PinBlocks(flight.keys[-1].hex() if flight.keys else "", join_keys(flight.keys), ttl_s)
             pinned = await node.pin(pin)
         except KVError as error:
             raise Unavailable("the cache of the worker's node is gone; try again") from error
         return Warmed(flight.request.prompt_tokens, len(flight.keys), pinned, worker, name, result.cached.total)
+
+    async def _written(self, node: KvNode, worker: WorkerId, keys: Sequence[BlockKey]) -> None:
+        """Return once `worker` has written down to its node what it computed, or can't, or takes too long."""
+        joined, client = join_keys(keys), self._fleet.client(worker)
+        until_s = self._clock.now_s() + WRITTEN_WITHIN_S
+        while await node.match(joined) < len(keys) and self._clock.now_s() < until_s:
+            if not (await client.report()).unwritten_blocks:
+                return
+            await asyncio.sleep(WRITTEN_POLL_S)
 
 
 def _limits(runtime: RuntimeConfig, routers: int) -> AdmissionLimits:

@@ -335,7 +335,7 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
 async def test_who_failed_gives_its_promise_of_room_back_before_it_queues_again() -> None:
     """Else it holds the room that the one in front of it waits for, and both wait for ever."""
     runtime = RuntimeConfig.model_validate({"admission": {"max_in_flight": 2}})
-    shapes = {s.worker: s for s in (shape("p1", Role.PREFILL), shape("p2", Role.PREFILL), shape("d1", Role.DECODE, blocks=20))}
+    shapes = {str(s.worker): s for s in (shape("p1", Role.PREFILL), shape("p2", Role.PREFILL), shape("d1", Role.DECODE, blocks=20))}
     world = await ready(shapes, runtime=runtime, rest=lambda point: 5 if point == "prefill" else 0)
     world.fault = once("prefill", WorkerGone("x"))
     long, short = [7] * 60, [8] * 30
@@ -387,7 +387,7 @@ async def test_warming_survives_a_miss_and_a_death_as_an_answer_does() -> None:
 
 async def test_warming_whose_worker_dies_after_it_is_unavailable() -> None:
     world = await ready()
-    world.fault = lambda point: world.fleet.gone(WorkerId("pre")) if point == "prefilled" else None  # type: ignore[func-returns-value]
+    world.fault = lambda point: world.fleet.gone(WorkerId("pre")) if point == "prefilled" else None
     with pytest.raises(Unavailable):
         await world.router.warm(world.request([6] * 12), 1.0)
     await world.assert_nothing_left()

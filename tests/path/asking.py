@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ def request(ids: list[int], max_tokens: int = 8, *, name: str = "", **sampling: 
     return GenerateRequest(RequestId(name or f"ask-{next(_names)}"), token_buffers.pack(ids), params)
 
 
-async def collect(chunks: Any, tokens: list[int]) -> TokenChunk:
+async def collect(chunks: AsyncIterator[TokenChunk], tokens: list[int]) -> TokenChunk:
     """The rest of an answer, added to the `tokens` so far; returns its last chunk."""
     last = None
     async for last in chunks:

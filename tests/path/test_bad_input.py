@@ -1,4 +1,5 @@
-"""What can't be answered is refused by name, for that request alone; who leaves, leaves nothing behind, wherever the request was."""
+"""What can't be answered is refused by name, for that request alone; who leaves, leaves nothing behind, wherever the request was; and
+requests that come together."""
 
 from __future__ import annotations
 
@@ -313,3 +314,15 @@ async def test_sixteen_equal_cold_prompts_are_computed_once(cluster: LocalCluste
     reusable = (len(ids) - 1) // 64 * 64
     cached = sorted(a.usage.cached.total for a in answers)
     assert cached == [0] + [reusable] * 15, "each block was to be computed by one and taken by the others"
+
+
+async def test_warming_pins_all_that_it_computed(cluster: LocalCluster) -> None:
+    """The last blocks are written down after the computing has ended."""
+    for i in range(5):
+        ids = prompt(95 + i, 1030)
+        warmed = await cluster.router.warm(request(ids, 1), ttl_s=0.5)
+        assert (warmed.tokens, warmed.blocks, warmed.pinned_blocks) == (1030, 16, 16)
+        await cluster.router.membership.refresh()
+        answer = await ask(cluster, request(ids))
+        assert answer.trace.route == "warm"
+        assert answer.usage.cached.total == 1024
