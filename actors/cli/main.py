@@ -8,6 +8,7 @@ tells the reason in one line on standard error.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -226,10 +227,10 @@ def config_check(
         raise typer.Exit(2)
 
 
-def main() -> None:
-    """The entry point of `cpd-ray`."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of `cpd-ray`; ends the process."""
     try:
-        app()
+        app(arguments, prog_name="cpd-ray")
     except CPDError as error:
         print(f"error: {error.message}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
