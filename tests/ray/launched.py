@@ -77,10 +77,15 @@ class Launched:
 
 
 def serve_deploy(run: Launched, folder: Path, applications: list[dict[str, object]]) -> str:
-    """`serve deploy` as the line before `ready` says that it works."""
+    """What `serve deploy` of these says."""
     config = folder / "deploy.yaml"
     config.write_text(yaml.safe_dump({"applications": applications}))
+    return serve_cli(run, folder, f"deploy {config}")
+
+
+def serve_cli(run: Launched, folder: Path, arguments: str) -> str:
+    """What `serve` says, which reaches the cluster as the line before `ready` tells."""
     source = run.until("reach it after: ").partition("after: ")[2]
-    command = f"{source} && {shlex.quote(str(Path(sys.executable).parent / 'serve'))} deploy {config}"
+    command = f"{source} && {shlex.quote(str(Path(sys.executable).parent / 'serve'))} {arguments}"
     done = subprocess.run(["/bin/bash", "-c", command], cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     return done.stdout + done.stderr

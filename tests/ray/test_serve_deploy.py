@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.ray.launched import Launched, serve_deploy
+from tests.ray.launched import Launched, serve_cli, serve_deploy
 from tests.ray.system import MODEL, system_config, until, with_runtime
 
 pytestmark = pytest.mark.slow
@@ -63,6 +64,12 @@ async def test_serve_deploy_changes_a_threshold_without_a_restart_and_names_what
         wrong = copy.deepcopy(changed["applications"])
         wrong[1]["args"]["cache"]["block_tokens"] = "many"
         serve_deploy(run, tmp_path, wrong)
+
+        async def refused() -> str:
+            said = await asyncio.to_thread(serve_cli, run, tmp_path, "status --name cpd")
+            return "" if "DEPLOY_FAILED" in said and "cache.block_tokens" in said else said
+
+        await until(refused, "what is wrong is not said")
         assert (await ask("a" * 300))["choices"] == first["choices"]
         assert await workers() == before
 
