@@ -122,12 +122,13 @@ class RemoteApp:
         except TimeoutError as error:
             raise DeadlineExceeded("the answer did not come in time") from error
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if _given_up():
                 raise
             # the other end was cancelled, not we: Serve hands its CancelledError on as if it were ours
             raise Unavailable(f"the application {self._name!r} gave up the call") from error
         except Exception as error:
+            if _given_up():  # Serve may have answered the end of the call before the cancellation came through
+                raise asyncio.CancelledError from error
             raise self._translated(error) from error
 
     def _translated(self, error: Exception) -> CPDError:
@@ -149,6 +150,11 @@ class RemoteApp:
             return Unavailable(f"the application {self._name!r} can't be reached")
         log.error("a call of the application %s failed", self._name, exc_info=error)
         return CPDError("the application failed to answer this call")
+
+
+def _given_up() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 _END = object()
