@@ -8,7 +8,9 @@ Ray holds objects to be immutable; here they are not, so whoever reads a slab re
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +21,12 @@ from cpd_ray.errors import NotSharedMemory, PeerGone
 from cpd_ray.ids import NodeId
 from kv.memory import Bytes, Extent, SlottedMemory
 
+log = logging.getLogger(__name__)
 SHARED_MEMORY = "/dev/shm/"
 GET_TIMEOUT_S = 30.0
+PREDECESSOR_S = 10.0
+"""How long those who map the slab of an owner that died may take to let go of it, before its successor gives up."""
+TRY_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,21 @@ def create(slot_bytes: int, slots: int, extent_slots: int) -> tuple[StoreSlab, S
         _mapped(refs[-1])
     slab = StoreSlab(_own_node(), slot_bytes, tuple(refs))
     return slab, attach(slab)
+
+
+async def create_after_predecessor(
+    slot_bytes: int, slots: int, extent_slots: int, *, within_s: float = PREDECESSOR_S
+) -> tuple[StoreSlab, SlottedMemory]:
+    """As `create`, off the event loop; a full store gets time to become free, since workers may still map the slab of an owner that died."""
+    until_s = asyncio.get_running_loop().time() + within_s
+    while True:
+        try:
+            return await asyncio.to_thread(create, slot_bytes, slots, extent_slots)
+        except NotSharedMemory as error:
+            if asyncio.get_running_loop().time() >= until_s:
+                raise
+            log.info("no room for the slab yet: %s", error)
+            await asyncio.sleep(TRY_AGAIN_S)
 
 
 def attach(slab: StoreSlab) -> SlottedMemory:

@@ -15,7 +15,7 @@ from actors import build
 from actors.membership import SourceFeed
 from actors.names import Names
 from actors.ray_kv import replica_is_dead
-from actors.ray_store import StoreSlab, create
+from actors.ray_store import StoreSlab, create_after_predecessor
 from actors.replicas import Periodic, facing, new_epoch, roster_of, this_node
 from cpd_ray.clock import SystemClock
 from cpd_ray.config import load, slab_bytes
@@ -45,7 +45,7 @@ class KvCacheReplica:
         if slots < 2:
             raise ConfigError(f"slab.gib: the slab would hold {slots} blocks of {layout.block_bytes} bytes; make it larger")
         extent_slots = max(1, self._config.slab.extent_mib * 2**20 // layout.block_bytes)
-        slab, memory = await asyncio.to_thread(create, layout.block_bytes, slots, extent_slots)
+        slab, memory = await create_after_predecessor(layout.block_bytes, slots, extent_slots)
         self._slab = (slab, epoch)
         digest = build.layout_digest(self._config, facts)
         transport = await asyncio.to_thread(build.make_transport, self._config, f"{self._config.name}-slab-{node[:12]}", digest)

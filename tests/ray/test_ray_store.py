@@ -40,6 +40,9 @@ class Holder:
         self._slab, self._memory = ray_store.create(slot_bytes, slots, extent_slots)
         return self._slab
 
+    async def make_after(self, within_s: float) -> None:
+        self._slab, self._memory = await ray_store.create_after_predecessor(*LARGE, within_s=within_s)
+
     def attach(self, slab: StoreSlab) -> tuple[int, ...]:
         self._memory = ray_store.attach(slab)
         return self._memory.extent_slots
@@ -121,8 +124,11 @@ def test_a_dead_owners_slab_stays_for_as_long_as_someone_maps_it(holder: Callabl
     successor = holder(1)
     with pytest.raises(NotSharedMemory):
         ray.get(successor.make.remote(*LARGE))
+    patient, impatient = successor.make_after.remote(30), holder(1).make_after.remote(0)
+    with pytest.raises(NotSharedMemory):
+        ray.get(impatient)
     ray.kill(worker)
-    asyncio.run(until(lambda: _made(successor)))
+    ray.get(patient)
     with pytest.raises(PeerGone):
         ray.get(late.attach.remote(slab))
 

@@ -119,6 +119,20 @@ async def test_a_plan_runs_nothing_and_a_warmed_context_is_pinned_and_warm(asker
     await until(pinned, "what was warmed for a time stays pinned")
 
 
+async def test_a_trace_tells_the_way_of_a_request_and_is_there_only_when_asked_for(asker: Asker) -> None:
+    prompt = await asker.ids(300)
+    body = {"prompt": prompt, "max_tokens": 4}
+    response = await asker.http.post("/v1/completions", json=body, headers={"X-CPD-Trace": "1"})
+    trace = response.json()["cpd"]
+    assert trace["reason"]
+    assert 0 < trace["actual_ttft_s"] < 60
+    assert trace["predicted_ttft_s"] > 0
+    assert {"tokenize", "admission", "handover", "decode"} <= set(trace["phases_s"])
+    assert all(seconds >= 0 for seconds in trace["phases_s"].values())
+    assert trace["workers"] and trace["attempts"] == 1
+    assert "cpd" not in (await asker.http.post("/v1/completions", json=body)).json()
+
+
 async def test_the_status_counts_blocks_and_a_reset_drops_them(asker: Asker) -> None:
     prompt = await asker.ids(10 * BLOCK + 1)
     await asker.complete(prompt, max_tokens=1)
