@@ -6,7 +6,7 @@ build parts with equal layout digests and root keys.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -106,8 +106,15 @@ class NodeSide:
     nodes: Mapping[NodeId, KvNode]
 
 
-def make_worker(config: CPDConfig, identity: Identity, side: NodeSide, clock: Clock) -> AnyWorker:
-    """A worker with its engine, pool, transport and way to the tiers; blocks while the model loads. Raises ModelUnavailable, ConfigError."""
+def make_worker(
+    config: CPDConfig,
+    identity: Identity,
+    side: NodeSide,
+    clock: Clock,
+    around: Callable[[Transport], Transport] = lambda inner: inner,
+) -> AnyWorker:
+    """A worker with its engine, pool, transport (and what is to be put `around` it) and way to the tiers; blocks while the model loads.
+    Raises ModelUnavailable, ConfigError."""
     from actors.engine.assemble import assemble  # needs torch, which only workers load
 
     folder = model_folder(config)
@@ -122,7 +129,7 @@ def make_worker(config: CPDConfig, identity: Identity, side: NodeSide, clock: Cl
         threads=config.model.threads,
     )
     memory = parts.memory.slotted()
-    transport = make_transport(config, identity.worker, layout_digest(config, facts))
+    transport = around(make_transport(config, identity.worker, layout_digest(config, facts)))
     region = transport.register(POOL_REGION, memory, identity.epoch)
     events = EventLog(pool_source(identity.worker), identity.node, identity.epoch)
     pool = BlockPool(memory.slots, clock=clock, events=events)

@@ -14,6 +14,9 @@ import ray
 from actors import build
 from actors.membership import SourceFeed
 from actors.names import Names
+from actors.observability.observer import EXPORT_S, Observer
+from actors.observability.samples import node_samples
+from actors.observability.table import Side
 from actors.ray_kv import replica_is_dead
 from actors.ray_store import StoreSlab, create_after_predecessor
 from actors.replicas import Periodic, facing, new_epoch, roster_of, this_node
@@ -48,16 +51,19 @@ class KvCacheReplica:
         slab, memory = await create_after_predecessor(layout.block_bytes, slots, extent_slots)
         self._slab = (slab, epoch)
         digest = build.layout_digest(self._config, facts)
-        transport = await asyncio.to_thread(build.make_transport, self._config, f"{self._config.name}-slab-{node[:12]}", digest)
-        self.face = await asyncio.to_thread(
-            build.make_node, self._config, node, memory, transport, epoch=epoch, clock=SystemClock()
-        )
+        clock, peer = SystemClock(), f"{self._config.name}-slab-{node[:12]}"
+        labels = {"app": self._config.name, "model": self._config.model.name, "role": "kv_cache"}
+        self._observer = Observer.of_replica(Side.NODE, clock, **labels, actor=peer)
+        made = await asyncio.to_thread(build.make_transport, self._config, peer, digest)
+        transport = self._observer.transport(made)
+        self.face = await asyncio.to_thread(build.make_node, self._config, node, memory, transport, epoch=epoch, clock=clock)
         self.node = node
         self._transport = transport
         self._roster = roster_of(self._config)
         self._met: dict[NodeId, KvNode] = {}
         self._ticking = Periodic("tick", self._tick, TICK_S)
         self._meeting = Periodic("peers", self._meet_peers, PEERS_S)
+        self._exporting = Periodic("metrics", self._export, EXPORT_S)
 
     async def shared_slab(self) -> tuple[StoreSlab, int]:
         """The slab's extents and its epoch, for workers of this node to map. By reference only."""
@@ -68,14 +74,18 @@ class KvCacheReplica:
             raise RuntimeError("the KV cache's periodic work has ended")
 
     async def __del__(self) -> None:
-        if hasattr(self, "_meeting"):
+        if hasattr(self, "_exporting"):
             await self._ticking.stop()
             await self._meeting.stop()
+            await self._exporting.stop()
             await self.face.close()
             await asyncio.to_thread(self._transport.close)
 
     async def _tick(self) -> None:
         self.face.tick()
+
+    async def _export(self) -> None:
+        self._observer.export(node_samples(await self.face.report()))
 
     async def _meet_peers(self) -> None:
         """Learn who came, forget who left, free what dead writers had reserved."""

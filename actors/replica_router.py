@@ -25,8 +25,12 @@ from actors.http.identity import KeyRing
 from actors.http.limits import HttpLimits
 from actors.membership import Membership, Roster
 from actors.names import Names
+from actors.observability.http import CountErrors
+from actors.observability.observer import EXPORT_S, Observer
+from actors.observability.samples import router_samples
+from actors.observability.table import Side
 from actors.ray_handles import own_replica_id
-from actors.replicas import roster_of
+from actors.replicas import Periodic, roster_of
 from actors.router import Router, Surroundings
 from actors.router_face import RouterFace
 from actors.text.codec import TextCodec
@@ -65,6 +69,8 @@ class RouterReplica:
         model = build.served_model(self._config, facts)
         codec = await asyncio.to_thread(TextCodec.load, build.model_folder(self._config))
         clock = SystemClock()
+        labels = {"app": self._config.name, "model": model.name, "role": "router"}
+        self._observer = Observer.of_replica(Side.ROUTER, clock, **labels, actor=own_replica_id())
         fleet = Fleet(own_replica_id(), clock, bytes_per_token=model.kv_bytes_per_token)
         directory = Directory(clock=clock)
         feed = DirectoryFeed(directory, serve.get_deployment_handle(names.directory, names.kv_app))
@@ -72,10 +78,12 @@ class RouterReplica:
         around = Surroundings(membership, fleet, directory, clock)
         self.router = Router(model, around, self._config.runtime, routers=self._config.routers)
         settings = http_settings(self._config)
-        service = make_service(RouterFace(self.router, fleet, directory, codec), settings, clock=clock)
+        self._observed = self._observer.face(RouterFace(self.router, fleet, directory, codec), fleet)
+        service = make_service(self._observed, settings, clock=clock)
         self.face = HandleFace(service)
-        self._app = app_of(service, settings)
+        self._app = CountErrors(app_of(service, settings), self._observer.meter)
         await membership.start()
+        self._exporting = Periodic("metrics", self._export, EXPORT_S)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
@@ -111,8 +119,13 @@ class RouterReplica:
         return await self.face.reset(tiers)
 
     async def __del__(self) -> None:
+        if hasattr(self, "_exporting"):
+            await self._exporting.stop()
         if hasattr(self, "router"):
             await self.router.close()
+
+    async def _export(self) -> None:
+        self._observer.export(router_samples(await self._observed.status()))
 
 
 def http_settings(config: CPDConfig) -> HttpSettings:

@@ -18,6 +18,8 @@ from actors.clients import DecodeClient, PrefillClient
 from actors.decode import DecodeWorker
 from actors.local.clients import LocalDecode, LocalPrefill
 from actors.names import Names
+from actors.observability.observer import EXPORT_S, Observer
+from actors.observability.table import Side
 from actors.prefill import PrefillWorker
 from actors.ray_handles import own_worker_id
 from actors.ray_kv import shared_slab, slab_replica
@@ -51,10 +53,12 @@ class WorkerReplica:
         self._mapped: str | None = None
         nodes = LiveNodes(self._roster)
         identity = Identity(own_worker_id(), self.role, self._node, new_epoch(), self._config.model.name)
-        side = build.NodeSide(None, nodes)
-        self._built = await asyncio.to_thread(build.make_worker, self._config, identity, side, SystemClock())
+        side, clock = build.NodeSide(None, nodes), SystemClock()
+        labels = {"app": self._config.name, "model": self._config.model.name, "role": self.role}
+        self._observer = Observer.of_replica(Side.WORKER, clock, **labels, actor=identity.worker)
+        self._built = await asyncio.to_thread(build.make_worker, self._config, identity, side, clock, self._observer.transport)
         self.worker = self._built.worker
-        self.face: Any = LocalDecode(self._built) if isinstance(self._built, DecodeWorker) else LocalPrefill(self._built)
+        self.face = self._face()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_MAP_S):
                 while self._mapped is None:
@@ -63,6 +67,7 @@ class WorkerReplica:
         await self.worker.start()
         self._ticking = Periodic("tick", self._tick, TICK_S)
         self._mapping = Periodic("map", self._map, MAP_S)
+        self._exporting = Periodic("metrics", self._export, EXPORT_S)
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """New runtime knobs; what runs goes on."""
@@ -74,11 +79,17 @@ class WorkerReplica:
             raise RuntimeError("the worker's engine or upkeep has ended")
 
     async def __del__(self) -> None:
-        if hasattr(self, "_mapping"):
+        if hasattr(self, "_exporting"):
             await self.worker.drain()
             await self._ticking.stop()
             await self._mapping.stop()
+            await self._exporting.stop()
             await self.worker.stop()
+
+    def _face(self) -> Any:
+        if isinstance(self._built, DecodeWorker):
+            return self._observer.decode(LocalDecode(self._built))
+        return self._observer.prefill(LocalPrefill(self._built))
 
     def _apply(self, runtime: RuntimeConfig) -> None:
         self.worker.engine.reconfigure(runtime.engine)
@@ -87,6 +98,9 @@ class WorkerReplica:
 
     async def _tick(self) -> None:
         self.worker.tick()
+
+    async def _export(self) -> None:
+        self._observer.export_worker(self.worker)
 
     async def _map(self) -> None:
         """Follow the node's KV-cache replica: unmap when it is gone, map the slab of a new one."""

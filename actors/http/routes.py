@@ -39,10 +39,11 @@ class Service:
     new_id: Callable[[], str]
 
     def asked(self, request: Request, prefix: str) -> Asked:
-        """The request's unique id, which a client's own id is part of, and who sent it."""
+        """The request's unique id, which contains its `X-Request-Id`, and who sent it."""
         client_id: str = request.state.client_id
-        fresh = self.new_id()
-        return Asked(f"{prefix}-{client_id}-{fresh[:8]}" if client_id else f"{prefix}-{fresh}", request.state.caller)
+        if client_id:
+            return Asked(f"{prefix}-{client_id}-{self.new_id()[:8]}", request.state.caller)
+        return Asked(f"{prefix}-{request.state.request_id}", request.state.caller)
 
     async def body(self, request: Request, kind: type[schemas.B], chat_kind: type[schemas.B] | None = None) -> schemas.B:
         return schemas.parse_body(await read_body(request, self.limits), kind, chat_kind)

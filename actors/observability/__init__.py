@@ -1,0 +1,1 @@
+"""Metrics and logs: wrappers around what runs, and the tables of what they export."""
