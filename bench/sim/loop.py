@@ -16,19 +16,19 @@ class EventLoop:
     def __init__(self) -> None:
         self._now_s = 0.0
         self._count = 0
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
 
     def now_s(self) -> float:
         return self._now_s
 
-    def at(self, when_s: float, do: Callable[..., None], *args: Any) -> None:
+    def at(self, when_s: float, do: Callable[..., object], *args: Any) -> None:
         """Run `do(*args)` then; raises ValueError for a moment that is past."""
         if not when_s >= self._now_s:
             raise ValueError(f"{when_s} s is before now, {self._now_s} s")
         self._count += 1
         heapq.heappush(self._heap, (when_s, self._count, do, args))
 
-    def after(self, delay_s: float, do: Callable[..., None], *args: Any) -> None:
+    def after(self, delay_s: float, do: Callable[..., object], *args: Any) -> None:
         self.at(self._now_s + delay_s, do, *args)
 
     def run(self, until_s: float, stop: Callable[[], bool] = lambda: False) -> None:

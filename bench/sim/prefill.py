@@ -100,6 +100,25 @@ class SimPrefillWorker:
         )
         self.pump()
 
+    def prepare(self, job: PrefillJob) -> None:
+        """Bring a context into the pool, computing no more than one token (`commit_only` of the real worker)."""
+        self._jobs[job.request_id] = job
+        self.scheduler.add(
+            EngineRequest(
+                request_id=job.request_id,
+                tokens=bytes(job.prompt_tokens * TOKEN_BYTES),
+                prompt_tokens=job.prompt_tokens,
+                root=_ROOT,
+                keys=job.keys,
+                sampling=_ONE_TOKEN,
+                max_new_tokens=0,
+                may_fetch_blocks=job.may_fetch_blocks,
+                sample=False,
+                priority=-1,
+            )
+        )
+        self.pump()
+
     def end_handover(self, lease: LeaseId) -> None:
         """The decode worker has what it needs."""
         self.pool.end_lease(lease)
@@ -151,6 +170,9 @@ class SimPrefillWorker:
         sampled = tuple(Sampled(part.request_id, 1) for part in plan.sequences if part.sample)
         for output in self.scheduler.complete(plan, StepResult(sampled, seconds)):
             assert output.error is None and output.finish_reason is not None, "a simulated prompt has one token to give"
+            if not output.tokens:
+                del self._jobs[output.request_id]
+                continue
             lease = self.pool.lease(output.held_blocks, holder=output.request_id, ttl_s=1e9, grace_s=0.0)
             self.pool.release(output.held_blocks)
             self._jobs.pop(output.request_id).prefilled(output, lease)

@@ -31,9 +31,12 @@ from placement.routing.decode import DecodeCostPolicy
 from placement.routing.prefixes import by_flight
 from placement.routing.registry import make_policy
 from placement.routing.types import Decision, RequestView
+from placement.turn_ahead import TurnAhead
 
 POLL_S = 0.2
 """How often the router asks for reports and events, as `actors.membership` does."""
+PREPARE_AFTER_S = 0.5
+"""After an answer's end, until its last blocks are in a slab and the directory has heard of them."""
 
 
 @dataclass(slots=True)
@@ -80,6 +83,7 @@ class SimRouter:
             shortest_remaining=system.order == "shortest",
             aging=1 / system.aging_s,
         )
+        self._turn_ahead = TurnAhead() if system.turn_ahead else None
         self._flights: dict[RequestId, SimFlight] = {}
         self._prefilling: dict[RequestId, tuple[WorkerId, tuple[BlockKey, ...]]] = {}
         self._read: dict[str, int] = {}
@@ -213,7 +217,12 @@ class SimRouter:
             self._loop.at(occupy(self._loop.now_s(), nbytes, prefill.node.out, decode.node.into), done)
 
         def began() -> None:
+            staged = (
+                self._turn_ahead is not None and flight.decision is not None and self._turn_ahead.expects(flight.decision.route)
+            )
             prefill.end_handover(lease)
+            if staged:  # its last blocks are still being written down
+                self._loop.after(PREPARE_AFTER_S, prefill.pool.demote, flight.keys[: flight.prompt_blocks])
             self._reservations.release(flight.request_id)
             self._nudge()
 
@@ -221,11 +230,35 @@ class SimRouter:
             dispatch.__exit__(None, None, None)
             flight.record.end_s = self._loop.now_s()
             del self._flights[flight.request_id]
+            self._loop.after(PREPARE_AFTER_S, self._prepare_next, flight)
             flight.ended()
 
         record = flight.record
         job = DecodeJob(flight.request_id, record.prompt_tokens, record.output_tokens, flight.keys, transfer, began, ended)
         decode.add(job, origin.sequence)
+
+    def _prepare_next(self, flight: SimFlight) -> None:
+        """Bring the context to where its next turn will run."""
+        decision, full = flight.decision, len(flight.keys)
+        if self._turn_ahead is None or decision is None or not full:
+            return
+        worker = self._turn_ahead.worker(decision.route, decision.chosen.worker, self._fleet.snapshot())
+        if worker is None:
+            return
+        leading = self._directory.match(flight.keys).blocks
+        runs = node_runs({n: leading.get(slab_source(n), 0) for n in self._nodes})
+        fetchable = self._fetchable(worker, runs)
+        if max(fetchable, leading.get(pool_source(worker), 0)) < full - 1:
+            return  # what the slabs do not have (yet) would be computed
+        job = PrefillJob(
+            request_id=RequestId(f"{flight.request_id}+"),
+            prompt_tokens=full * self._block_tokens + 1,
+            keys=flight.keys,
+            sources=tuple(self._nodes[run.node] for run in runs),
+            may_fetch_blocks=fetchable,
+            prefilled=lambda output, lease: None,
+        )
+        self._prefills[worker].prepare(job)
 
     def check(self) -> None:
         """Assert the books of everything that is real."""

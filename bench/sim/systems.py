@@ -36,18 +36,20 @@ CPD_2D = Topology("CPD-2D", 1, 1, 2)
 class System:
     """`policy`: a name of `placement.routing.registry`. `order`: the worker's scheduling. `shared`: workers read other nodes' slabs.
     `chunk_tokens`, `step_tokens`: a prompt's chunk when others wait, and when alone. 16,384 tokens is SGLang's default chunk on GPUs of more
-    than 160 GB (its server_args.py, "B200, MI300"), the stack of most published P/D deployments; our own policy takes shorter ones."""
+    than 160 GB (its server_args.py, "B200, MI300"), the stack of most published P/D deployments; our own policy takes shorter ones.
+    `turn_ahead`: contexts are brought back to a prefill pool between turns (`placement.turn_ahead`)."""
 
     name: str
     topology: Topology
     policy: str
     order: str
     shared: bool
-    spill_after_s: float = 2.0
+    spill_after_s: float = 0.8
     chunk_tokens: int = 16384
     step_tokens: int = 16384
     aging_s: float = 10.0
     max_in_flight: int = 24
+    turn_ahead: bool = False
 
     def on(self, topology: Topology) -> System:
         return replace(self, topology=topology)
@@ -62,7 +64,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
             System("pd_shared", PD_2P2D, "shared", "fcfs", shared=True),
             System("pd_best", PD_2P2D, "affinity_shared", "shortest", shared=True),
             System("cpd_threshold", CPD_2D, "threshold", "fcfs", shared=True),
-            System("cpd_cost", CPD_2D, "cost", "shortest", shared=True, chunk_tokens=2048, step_tokens=4096),
+            System("cpd_cost", CPD_2D, "cost", "shortest", shared=True, chunk_tokens=2048, step_tokens=4096, turn_ahead=True),
         )
     }
 )

@@ -1,7 +1,8 @@
 """The default policy: each request to its own pool, with a valve.
 
 It weighs a worker by the predicted time to first token (backlog ahead, fetch, own prefill) plus the delay inflicted on those behind.
-A request stays in its own pool (cold: pre-prefill, warm: prefill) until the other pool is better by more than `spill_after_s`.
+A request stays in its own pool (cold: pre-prefill, warm: prefill) until the other pool is better by more than `spill_after_s`, less
+what it has waited already: so the pools stay apart while there is room, and become one when requests queue for admission.
 Invariant: with `spill_after_s` infinite it never leaves a pool that has a worker; with 0 the pools are one.
 """
 
@@ -25,7 +26,7 @@ class CostPolicy:
 
     model: CostModel
     rule: ColdRule
-    spill_after_s: float = 2.0
+    spill_after_s: float = 0.8
     name: str = "cost"
 
     def decide(self, request: RequestView, snapshot: Snapshot) -> Decision:
@@ -42,9 +43,10 @@ class CostPolicy:
             why = f"{found}: {chosen.role} worker, first token predicted in {seconds(chosen.ttft_s)}{gone}"
         else:
             gain_s = own.cost_s - other.cost_s
-            crosses = gain_s > self.spill_after_s
+            hurdle_s = max(0.0, self.spill_after_s - request.waited_s)
+            crosses = gain_s > hurdle_s
             chosen = other if crosses else own
             verdict = "crosses to" if crosses else "stays in"
             why = f"{found}: {verdict} the {chosen.role} pool (the other is better by {seconds(gain_s)}, crossing takes "
-            why += f"{seconds(self.spill_after_s)}), first token predicted in {seconds(chosen.ttft_s)}"
+            why += f"{seconds(hurdle_s)}), first token predicted in {seconds(chosen.ttft_s)}"
         return Decision(route, chosen, considered, self.name, why)

@@ -30,7 +30,7 @@ def make_policy(
     *,
     cold_ratio: float = 0.1,
     cold_min_tokens: int = 2500,
-    spill_after_s: float = 2.0,
+    spill_after_s: float = 0.8,
     chunk_tokens: int = 2048,
     shortest_remaining: bool = True,
     aging: float = 0.1,

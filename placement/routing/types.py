@@ -50,7 +50,8 @@ class WorkerView:
 class RequestView:
     """A request and where its leading tokens are cached (committed KV only). `by_worker`, `by_node`: leading tokens in each worker's
     pool and each node's slab; absent means none. `waited_s`: since it arrived. `sequence`: how many requests this router saw before.
-    `by_flight`: leading tokens that it has in common with a prompt which was sent to that worker and isn't computed yet."""
+    `by_flight`: leading tokens that it has in common with a prompt which was sent to that worker and isn't computed yet. `in_reach`:
+    leading tokens that a prefill worker could take: from its pool or a slab, not from a pool of another role, which nobody else reads."""
 
     request_id: RequestId
     total_tokens: int
@@ -61,11 +62,13 @@ class RequestView:
     waited_s: float = 0.0
     sequence: int = 0
     by_flight: Mapping[WorkerId, int] = field(default_factory=dict)
+    in_reach: int | None = None
 
     @property
     def cached_anywhere(self) -> int:
-        """Leading tokens that some worker of any kind could fetch from a slab, or some pool holds."""
-        return max([0, *self.by_worker.values(), *self.by_node.values()])
+        """Leading tokens that make the prompt warm: `in_reach` of a prefill worker when the router says so, else what any slab or pool
+        holds."""
+        return max([0, *self.by_worker.values(), *self.by_node.values()]) if self.in_reach is None else self.in_reach
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,7 @@ def test_cost_equals_brute_force(case: tuple[RequestView, Snapshot], spill: floa
     role = Role.PRE_PREFILL if decision.route is Route.COLD else Role.PREFILL
     own = [c.cost_s for c in decision.considered if c.role is role]
     other = [c.cost_s for c in decision.considered if c.role is not role]
-    crosses = not own or (bool(other) and min(own) - min(other) > spill)
+    crosses = not own or (bool(other) and min(own) - min(other) > max(0.0, spill - request.waited_s))
     assert (decision.chosen.role is not role) == crosses
     assert decision.chosen.cost_s == min(other if crosses else own)
 
