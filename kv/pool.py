@@ -148,6 +148,11 @@ class BlockPool:
             self._drop_first()
         return dropped
 
+    def demote(self, keys: Sequence[BlockKey]) -> int:
+        """Let the cached blocks of a chain be evicted before all others, tails first: whoever calls knows that they are not wanted here
+        soon. What others use or continue stays in its place. Returns how many blocks that were."""
+        return self._order.demote(keys[: self.match(keys)])
+
     def eviction_candidates(self, count: int) -> list[Evictable]:
         """The next `count` blocks to be evicted, the first to go first."""
         return [Evictable(self._block_of[key], key, self._order.parent_of(key)) for key in self._order.first(count)]

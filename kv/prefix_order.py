@@ -8,7 +8,8 @@ Invariant: popping the front never removes a key whose child is present. All ope
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from itertools import islice
 
 from cpd_ray.ids import BlockKey
@@ -21,6 +22,7 @@ class PrefixOrder:
         self._parent: dict[BlockKey, BlockKey | None] = {}
         self._held: set[BlockKey] = set()
         self._pinned_children: dict[BlockKey, int] = {}  # of any key, present or not; never 0
+        self._children: dict[BlockKey, int] = {}  # present ones, of any key; never 0
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -47,6 +49,8 @@ class PrefixOrder:
         assert key not in self._parent, "a key is added once"
         assert key != parent, "a key is not its own parent"
         self._parent[key] = parent
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
         self._held.add(key)
         self._pin_above(parent)
 
@@ -69,8 +73,24 @@ class PrefixOrder:
     def pop(self) -> BlockKey:
         """Remove the first key to leave; raises KeyError when all are pinned."""
         key, _ = self._order.popitem(last=False)
-        del self._parent[key]
+        parent = self._parent.pop(key)
+        if parent is not None:
+            left = self._children.pop(parent) - 1
+            if left:
+                self._children[parent] = left
         return key
+
+    def demote(self, chain: Sequence[BlockKey]) -> int:
+        """Let a chain (parents first) be the first to leave, its tail before its head: as far up as nothing else hangs on it and nobody
+        uses it. Returns how many keys that were."""
+        tail: list[BlockKey] = []
+        for key in reversed(chain):
+            if key not in self._order or self._children.get(key, 0) > bool(tail):
+                break
+            tail.append(key)
+        for key in reversed(tail):
+            self._order.move_to_end(key, last=False)
+        return len(tail)
 
     def check(self) -> None:
         """Assert every invariant, by counting anew."""
@@ -85,6 +105,7 @@ class PrefixOrder:
             if (parent := self._parent[key]) is not None:
                 children[parent] = children.get(parent, 0) + 1
         assert children == self._pinned_children, "pinned children miscounted"
+        assert Counter(p for p in self._parent.values() if p is not None) == Counter(self._children), "children miscounted"
         assert set(self._order) == set(self._parent) - pinned, "the order is not exactly what is not pinned"
         place = {key: i for i, key in enumerate(self._order)}
         for key, i in place.items():

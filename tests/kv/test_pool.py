@@ -178,6 +178,22 @@ def test_use_renews_and_a_shared_head_outlives_its_tails(bench: Bench) -> None:
     bench.pool.check()
 
 
+def test_what_is_not_wanted_soon_goes_first_but_not_what_others_continue(bench: Bench) -> None:
+    head = bench.cached(chain("h", 2))
+    left = bench.cached(chain("l", 1), parent=key("h1"))
+    right = bench.cached(chain("r", 2), parent=key("h1"))
+    bench.pool.release([*head, *left])
+    assert bench.pool.demote([*chain("h", 2), *chain("r", 2)]) == 0, "in use"
+    bench.pool.release(right)
+    assert bench.pool.demote([*chain("h", 2), *chain("r", 2), key("absent")]) == 2, "the head is the left one's too"
+    assert [e.key for e in bench.pool.eviction_candidates(9)] == [key(n) for n in ("r1", "r0", "l0", "h1", "h0")]
+    bench.pool.allocate(3 + 2)
+    assert bench.pool.demote(chain("h", 2)) == 0
+    bench.pool.check()
+    bench.pool.allocate(1)
+    assert bench.pool.demote(chain("h", 2)) == 2, "nothing hangs on it any more"
+
+
 def test_whatever_order_blocks_are_released_in_no_parent_goes_before_its_child(bench: Bench) -> None:
     blocks = bench.cached(chain("x", 4))
     for block in (blocks[0], blocks[2], blocks[1]):
@@ -472,10 +488,17 @@ class Walk:
             assert self.pool.clear() == cached
             assert self.pool.counts().cached == 0
 
+    def demote(self) -> None:
+        names = self.prefix()
+        demoted = self.pool.demote(names)
+        first = [e.key for e in self.pool.eviction_candidates(demoted)]
+        have = self.pool.match(names)
+        assert first == names[have - demoted : have][::-1]
+
     def step(self) -> None:
         before = set(self.bench.events.keys())
         kinds = [self.acquire, self.allocate, self.compute, self.compute, self.release, self.release, self.retain]
-        kinds += [self.lease, self.end_lease, self.pass_time, self.quarantine, self.sweep, self.clear]
+        kinds += [self.lease, self.end_lease, self.pass_time, self.quarantine, self.sweep, self.clear, self.demote]
         self.rng.choice(kinds)()
         self.pool.check()
         after = set(self.bench.events.keys())
