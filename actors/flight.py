@@ -26,6 +26,17 @@ from cpd_ray.types import (
 from placement.routing.types import Decision, RequestView
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Leading blocks of one prompt: in each pool, in each slab, and in common with prompts that a worker computes now.
+    `prefill_workers`: those of the prefill role, whose reach decides what is warm; empty when there are none."""
+
+    by_worker: Mapping[WorkerId, int]
+    by_node: Mapping[NodeId, int]
+    by_flight: Mapping[WorkerId, int]
+    prefill_workers: frozenset[WorkerId]
+
+
 @dataclass(slots=True)
 class Flight:
     """`sampling` has its seed set. `actual_cached`: what a worker found when it was less than believed (then beliefs are capped by it)."""
@@ -67,15 +78,18 @@ class Flight:
     def remaining_tokens(self) -> int:
         return self.sampling.max_tokens - len(self.sent)
 
-    def view(self, by_worker: Mapping[WorkerId, int], by_node: Mapping[NodeId, int], now_s: float) -> RequestView:
+    def view(self, found: Found, now_s: float) -> RequestView:
         """What a policy reads; counts in blocks become tokens, capped by what a worker has found."""
+        reach = [*(found.by_worker.get(w, 0) for w in found.prefill_workers), *found.by_node.values()]
         cap = self.known_tokens if self.actual_cached is None else self.actual_cached
         return RequestView(
             request_id=self.request.request_id,
             total_tokens=self.known_tokens,
             block_size=self.block_tokens,
-            by_worker={w: min(n * self.block_tokens, cap) for w, n in by_worker.items()},
-            by_node={n: min(b * self.block_tokens, cap) for n, b in by_node.items()},
+            by_worker={w: min(n * self.block_tokens, cap) for w, n in found.by_worker.items()},
+            by_node={n: min(b * self.block_tokens, cap) for n, b in found.by_node.items()},
+            by_flight={w: n * self.block_tokens for w, n in found.by_flight.items()},
+            in_reach=min(max(reach, default=0) * self.block_tokens, cap) if found.prefill_workers else None,
             max_new_tokens=self.remaining_tokens,
             waited_s=now_s - self.arrived_s,
             sequence=self.sequence,

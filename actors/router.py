@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from actors.courier import Courier
 from actors.fleet import Fleet
-from actors.flight import Flight, node_runs
+from actors.flight import Flight, Found, node_runs
 from actors.gate import Gate
 from actors.membership import Membership
 from actors.served_model import ServedModel
@@ -32,6 +32,7 @@ from kv.node import KvNode
 from placement.admission import Admission, AdmissionLimits, Ticket
 from placement.reservations import DecodeReservations
 from placement.routing.decode import DecodeCostPolicy
+from placement.routing.prefixes import by_flight
 from placement.routing.registry import make_policy
 from placement.routing.types import Decision, RequestView, Snapshot
 
@@ -91,6 +92,7 @@ class Router:
         self._routers = routers
         self._seeds = seeds or random.SystemRandom()
         self._flights: dict[RequestId, Flight] = {}
+        self._prefilling: dict[RequestId, tuple[Flight, WorkerId]] = {}
         self._sequence = 0
         self._reservations = DecodeReservations(DecodeCostPolicy())
         self._admission = Admission(_limits(runtime, routers), around.clock, weights=runtime.admission.tenant_weights)
@@ -146,19 +148,24 @@ class Router:
         self._sequence += 1
         return Flight(request, sampling, root, keys, self.model.block_tokens, self._clock.now_s(), self._sequence)
 
-    def _where(self, flight: Flight) -> tuple[Mapping[WorkerId, int], Mapping[NodeId, int]]:
-        """Leading blocks by worker and by node, of those that are there now."""
+    def _found(self, flight: Flight) -> Found:
+        """Where the prompt's leading blocks are now, among those that are there."""
         leading = self._directory.match(flight.keys).blocks
         workers = {w: leading.get(pool_source(w), 0) for w in self._fleet.workers()}
         nodes = {n: leading.get(slab_source(n), 0) for n in self.membership.node_reports}
-        return {w: b for w, b in workers.items() if b}, {n: b for n, b in nodes.items() if b}
+        others = ((worker, other.keys) for other, worker in self._prefilling.values() if other is not flight)
+        return Found(
+            by_worker={w: b for w, b in workers.items() if b},
+            by_node={n: b for n, b in nodes.items() if b},
+            by_flight=by_flight(flight.keys, others),
+            prefill_workers=frozenset(self._fleet.workers(Role.PREFILL)),
+        )
 
     def _sources(self, flight: Flight) -> tuple[NodeRun, ...]:
-        return node_runs(self._where(flight)[1])
+        return node_runs(self._found(flight).by_node)
 
     def _view(self, flight: Flight) -> RequestView:
-        by_worker, by_node = self._where(flight)
-        return flight.view(by_worker, by_node, self._clock.now_s())
+        return flight.view(self._found(flight), self._clock.now_s())
 
     def _snapshot(self, flight: Flight, only: Role | None = None) -> Snapshot:
         snapshot = self._fleet.snapshot()
@@ -251,8 +258,18 @@ class Router:
             flight.spend({"admission": self._clock.now_s() - waiting_s})
             decision = self._decide(flight)
             flight.decided(decision)
-            result = await self._courier.prefill(flight, decision.chosen, self._sources(flight))
+            with self._prefills(flight, decision.chosen.worker):
+                result = await self._courier.prefill(flight, decision.chosen, self._sources(flight))
             return result, self._reservations.worker_of(flight.request.request_id)
+
+    @contextlib.contextmanager
+    def _prefills(self, flight: Flight, worker: WorkerId) -> Iterator[None]:
+        """While this is open, equal prefixes are sent to the same worker."""
+        self._prefilling[flight.request.request_id] = (flight, worker)
+        try:
+            yield
+        finally:
+            del self._prefilling[flight.request.request_id]
 
     def _ticket(self, flight: Flight) -> Ticket:
         chosen = self._decide(flight).chosen
