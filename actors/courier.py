@@ -97,10 +97,11 @@ class Courier:
                                 ended = True
                                 self.end(handover)
                                 flight.spend({"handover": self._clock.now_s() - started_s})
-                            yield chunk
-                            if chunk.finish_reason is not None:
+                            if chunk.finish_reason is not None:  # spent before the last chunk takes the trace along
                                 flight.spend({"decode": self._clock.now_s() - started_s})
+                                yield chunk
                                 return
+                            yield chunk
                 raise WorkerGone(f"decode worker {worker} ended its stream before the answer")
         finally:
             if not ended:

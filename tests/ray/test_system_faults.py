@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 
 import pytest
 
@@ -13,15 +14,20 @@ from tests.ray.system import BLOCK, LONG, Asker, held, until, with_runtime
 pytestmark = pytest.mark.slow
 
 
-async def busy(asker: Asker, **least: int) -> None:
-    """Wait until workers of these roles run so many requests (`queued`: the router keeps so many waiting)."""
+async def busy(asker: Asker, **least: int) -> list[str]:
+    """Wait until workers of these roles run so many requests (`queued`: the router keeps so many waiting); the names of those that do."""
+    names: list[str] = []
 
     async def look() -> str:
         status = await asker.status()
-        running = {w["role"]: w["running"] for w in status["workers"]} | {"queued": status["requests"]["queued"]}
-        return "" if all(running.get(name, 0) >= n for name, n in least.items()) else f"{running}"
+        running = Counter({"queued": status["requests"]["queued"]})
+        for worker in status["workers"]:
+            running[worker["role"]] += worker["running"]
+        names[:] = [w["worker"] for w in status["workers"] if w["role"] in least and w["running"]]
+        return "" if all(running[name] >= n for name, n in least.items()) else f"{running}"
 
     await until(look, f"never busy with {least}")
+    return names
 
 
 async def reclaimed(asker: Asker) -> None:
@@ -113,7 +119,7 @@ async def test_a_stream_whose_worker_dies_goes_on_elsewhere_without_a_lost_or_ch
     async for chunk in stream:
         text += "".join(choice.text for choice in chunk.choices)
         if dead is None and len(text) > 20:
-            (name,) = [w["worker"] for w in (await asker.status())["workers"] if w["role"] == "decode" and w["running"]]
+            (name,) = await busy(asker, decode=1)
             dead = asker.system.kill("decode", name=name)
     assert dead is not None
     assert chunk.usage.completion_tokens == length
