@@ -43,5 +43,9 @@ serve: setup ## serve SmolLM2 on http://127.0.0.1:$(PORT) with a Ray cluster of 
 demo: setup ## three tiers of cache on your own machine: cold, then warm from each tier, then a follow-up turn
 	$(BIN)/python -m bench.demo
 
+bench-micro: setup ## micro-benchmarks of the KV hierarchy and the engine, each figure beside its limit
+	$(BIN)/python -m bench.micro.kv
+	$(BIN)/python -m bench.micro.engine
+
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache build *.egg-info

@@ -1,4 +1,4 @@
-"""How fast KV moves: own slab against memcpy, another node's slab against raw NIXL, a handover against decode steps; and the index and eviction figures.
+"""How fast KV moves: own slab against memcpy, another node's slab against raw NIXL, a handover in decode steps; and the index.
 
 Run it as a program for a table and one JSON line. Ratios are medians of pairs measured in turn, in one run. Invariant: what is measured is
 the production classes, and what they moved is compared with the source.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -16,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -189,11 +189,11 @@ async def _gaps(cluster: LocalCluster, ids: range, name: str) -> list[float]:
     async for chunk in cluster.router.generate(request):
         times += [time.perf_counter()] * len(chunk.tokens)
     await cluster.router.membership.settled()
-    return [b - a for a, b in zip(times, times[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(times)]
 
 
-def measure(trace: Path | None, repeats: int) -> dict[str, Any]:
-    """All figures; those of eviction only when a trace is given."""
+def measure(repeats: int) -> dict[str, Any]:
+    """All figures (eviction's are `bench.micro.eviction`'s, which needs a trace)."""
     figures: dict[str, Any] = {}
     slab = [slab_against_memcpy(size, repeats) for size in SIZES_BYTES]
     figures["slab_read_vs_memcpy"] = min(read for read, _ in slab)
@@ -203,22 +203,15 @@ def measure(trace: Path | None, repeats: int) -> dict[str, Any]:
     figures["nixl_fetch_gb_per_s"] = max(speed for _, speed in fetch)
     figures |= asyncio.run(handover())
     figures |= kv_index.measure()
-    if trace is not None:
-        from bench.micro import eviction
-
-        figures |= eviction.measure(trace)
     return figures
 
 
 def main() -> None:
     """Prints each figure beside its limit, and one JSON line last."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--trace", type=Path, help="a trace in the Mooncake format (JSON lines, plain or gzip), for the eviction figures"
-    )
     parser.add_argument("--repeats", type=int, default=9)
     given = parser.parse_args()
-    figures = measure(given.trace, given.repeats)
+    figures = measure(given.repeats)
     for limit in LIMITS:
         print(f"{limit.name:28s} {figures[limit.name]:8.3f}   at {'least' if limit.least else 'most'} {limit.figure}")
     bound_ms = max(150.0, 3 * figures["decode_step_ms"])
