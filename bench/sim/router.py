@@ -153,6 +153,10 @@ class SimRouter:
     def _view(self, flight: SimFlight) -> RequestView:
         workers, nodes = self._where(flight)
         size = self._block_tokens
+        readers = self._prefills.values()
+        near = {w.node.name for w in readers}
+        reach = [workers[w.worker] for w in readers]
+        reach += [blocks for node, blocks in nodes.items() if node in near or any(w.shared for w in readers)]
         return RequestView(
             request_id=flight.request_id,
             total_tokens=flight.record.prompt_tokens,
@@ -162,6 +166,7 @@ class SimRouter:
             max_new_tokens=flight.record.output_tokens,
             waited_s=self._loop.now_s() - flight.record.arrival_s,
             sequence=flight.sequence,
+            in_reach=max(reach) * size,
             by_flight={w: n * size for w, n in by_flight(flight.keys[: flight.prompt_blocks], self._prefilling.values()).items()},
         )
 
