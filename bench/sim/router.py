@@ -31,7 +31,7 @@ from placement.routing.decode import DecodeCostPolicy
 from placement.routing.prefixes import by_flight
 from placement.routing.registry import make_policy
 from placement.routing.types import Decision, RequestView
-from placement.turn_ahead import TurnAhead
+from placement.turn_ahead import Pauses, TurnAhead
 
 POLL_S = 0.2
 """How often the router asks for reports and events, as `actors.membership` does."""
@@ -84,6 +84,7 @@ class SimRouter:
             aging=1 / system.aging_s,
         )
         self._turn_ahead = TurnAhead() if system.turn_ahead else None
+        self._pauses = Pauses()
         self._flights: dict[RequestId, SimFlight] = {}
         self._prefilling: dict[RequestId, tuple[WorkerId, tuple[BlockKey, ...]]] = {}
         self._read: dict[str, int] = {}
@@ -120,6 +121,7 @@ class SimRouter:
         self._sequence += 1
         flight = SimFlight(record, keys, record.prompt_tokens // self._block_tokens, self._sequence, ended)
         self._flights[flight.request_id] = flight
+        self._pauses.arrived(keys[: flight.prompt_blocks], self._loop.now_s())
         chosen = self._decide(flight).chosen
         ticket = Ticket(flight.request_id, chosen.fetch_s + chosen.prefill_s, record.arrival_s)
         try:
@@ -235,7 +237,9 @@ class SimRouter:
             dispatch.__exit__(None, None, None)
             flight.record.end_s = self._loop.now_s()
             del self._flights[flight.request_id]
-            self._loop.after(PREPARE_AFTER_S, self._prepare_next, flight)
+            self._pauses.ended(flight.keys, self._loop.now_s())
+            fetch_s = len(flight.keys) * decode.node.block_bytes / prefill.node.into.bytes_per_s
+            self._loop.after(self._pauses.wait_s(fetch_s, PREPARE_AFTER_S), self._prepare_next, flight)
             flight.ended()
 
         record = flight.record
