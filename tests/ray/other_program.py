@@ -40,7 +40,7 @@ class Asker:
         try:
             await self.client.agenerate("x", temprature=1)
         except InvalidRequest as error:
-            return {"mine": actors.names.MINE, "answer": "".join(text), "param": error.param}
+            return {"answer": "".join(text), "param": error.param}
         return {}
 
 

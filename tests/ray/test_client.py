@@ -208,7 +208,8 @@ def test_a_program_with_packages_of_its_own_needs_only_cpd_ray(
         "torch": False, "ray_before": False, "kv_importable": False, "mine": "the other program", "quick": quick == "1",
         "sync": told["expected"], "stream": told["expected"], "async": told["expected"], "twice": told["expected"], "param": "temprature",
     }  # fmt: skip
-    assert told["replica"] == {"mine": "the other program", "answer": told["expected"], "param": "temprature"}
+    # (in this cluster replicas see the paths of the test's own driver, who started Serve: whose `actors` they find says nothing)
+    assert told["replica"] == {"answer": told["expected"], "param": "temprature"}
 
 
 def test_the_examples_run(client: CPDClient, system: System, cluster: RayCluster) -> None:
