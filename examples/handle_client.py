@@ -56,10 +56,15 @@ def from_the_driver(app_name: str) -> None:
 
 
 def from_an_application(app_name: str, document: str) -> None:
-    handle = serve.run(Summariser.bind(app_name), name="summariser", route_prefix=None)
+    async def ask() -> list[str]:
+        # within an event loop, as Serve's quick mode wants its handles used
+        handle = serve.get_app_handle("summariser")
+        answers: list[str] = await handle.summarise.remote(document, ["What is this text about?", "Who may use it?"])
+        return answers
+
+    serve.run(Summariser.bind(app_name), name="summariser", route_prefix=None)
     try:
-        ask = handle.summarise.remote(document, ["What is this text about?", "Who may use it?"])
-        for answer in ask.result():
+        for answer in asyncio.run(ask()):
             print(answer)
     finally:
         serve.delete("summariser")
