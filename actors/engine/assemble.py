@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from actors.engine.attention.choose import choose_backend
-from actors.engine.decoder import LeanDecoder
+from actors.engine.decoder import choose_decoder
 from actors.engine.kv_memory import KvMemory
 from actors.engine.loading import load_model
 from actors.engine.runner import TorchRunner
@@ -54,5 +54,5 @@ def assemble(
     memory = KvMemory(loaded.kv_shape(block_size), blocks, device=place)
     sampler = Sampler(loaded.facts.vocab_size, loaded.facts.eos_token_ids)
     backend, ops = choose_backend(attention, memory, loaded.facts.query_heads, cache_dir or default_cache_dir(os.environ))
-    runner = TorchRunner(LeanDecoder(loaded, ops), memory, backend, sampler)
+    runner = TorchRunner(choose_decoder(loaded, ops), memory, backend, sampler)
     return TorchParts(runner, memory, loaded.facts)

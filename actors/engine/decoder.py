@@ -102,13 +102,16 @@ class LeanLayer:
     window: int | None
 
 
+def choose_decoder(loaded: LoadedModel, ops: LayerOps) -> Decoder:
+    """The lean loop for the models it knows, the library's forward for the others."""
+    return LeanDecoder(loaded, ops) if loaded.model.config.hidden_act in ("silu", "swish") else TransformersDecoder(loaded)
+
+
 class LeanDecoder:
-    """Our own loop for one device. Raises ValueError for a model whose modules it doesn't know."""
+    """Our own loop, for one device and an MLP gated by silu."""
 
     def __init__(self, loaded: LoadedModel, ops: LayerOps) -> None:
         config = loaded.model.config
-        if config.hidden_act not in ("silu", "swish"):
-            raise ValueError(f"activation {config.hidden_act} is not silu")
         self._ops = ops
         self._eps = float(config.rms_norm_eps)
         self._head_dim = loaded.facts.head_dim

@@ -39,10 +39,13 @@ class KvMemory:
             raise ConfigError(f"a pool needs at least one block, not {blocks}")
         self.shape = shape
         self.blocks = blocks
-        # zeros() maps pages lazily on CPU; filling touches them now, not in the first requests
-        self.tensor = torch.empty(
-            (blocks, shape.kv_heads, shape.layers, 2, shape.block_size, shape.head_dim), dtype=shape.dtype, device=device
-        ).fill_(0)
+        dimensions = (blocks, shape.kv_heads, shape.layers, 2, shape.block_size, shape.head_dim)
+        try:
+            # zeros() would map pages lazily on CPU; filling touches them now, not in the first requests
+            self.tensor = torch.empty(dimensions, dtype=shape.dtype, device=device).fill_(0)
+        except (RuntimeError, MemoryError) as error:
+            size = f"{blocks * shape.block_bytes / 2**30:.1f} GiB"
+            raise ConfigError(f"cache.pool_tokens: a pool of {size} doesn't fit into memory; make it smaller") from error
 
     @property
     def nbytes(self) -> int:

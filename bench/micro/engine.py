@@ -6,6 +6,7 @@ turns, so that a busy machine slows both. Invariant: each figure is measured on 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -81,10 +82,16 @@ LIMITS = (
 )
 
 
-def timed_s(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Wall time; or, for a machine that others keep busy, this process's CPU time (then with one thread)."""
+
+    now_s: Callable[[], float] = time.perf_counter
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        began_s = self.now_s()
+        call()
+        return self.now_s() - began_s
 
 
 def random_tokens(count: int, seed: int) -> memoryview:
@@ -115,7 +122,7 @@ def prefill(parts: TorchParts, tokens: memoryview) -> None:
         parts.runner.run(StepPlan((step,)))
 
 
-def measure_prefill(parts: TorchParts, stock: Any, length: int, repeats: int) -> float:
+def measure_prefill(watch: Stopwatch, parts: TorchParts, stock: Any, length: int, repeats: int) -> float:
     """Our speed over that of one whole forward of the stock model: median of ratios, turn by turn."""
     tokens = random_tokens(length, SEED)
     ids = torch.from_numpy(np.frombuffer(tokens, np.uint32).astype(np.int64))[None]
@@ -125,16 +132,16 @@ def measure_prefill(parts: TorchParts, stock: Any, length: int, repeats: int) ->
         stock(input_ids=ids, use_cache=False, logits_to_keep=1)
 
     prefill(parts, tokens)
-    return statistics.median(timed_s(whole) / timed_s(lambda: prefill(parts, tokens)) for _ in range(repeats))
+    return statistics.median(watch.seconds(whole) / watch.seconds(lambda: prefill(parts, tokens)) for _ in range(repeats))
 
 
-def measure_decode(parts: TorchParts, repeats: int) -> dict[int, float]:
+def measure_decode(watch: Stopwatch, parts: TorchParts, repeats: int) -> dict[int, float]:
     """Median seconds of a greedy step for each batch size, the sizes taking turns."""
     plans = {batch: decode_plan(batch, CONTEXT) for batch in BATCHES}
     durations: dict[int, list[float]] = {batch: [] for batch in BATCHES}
     for turn in range(repeats + 2):
         for batch, plan in plans.items():
-            seconds = timed_s(lambda plan=plan: parts.runner.run(plan))  # type: ignore[misc]
+            seconds = watch.seconds(lambda plan=plan: parts.runner.run(plan))  # type: ignore[misc]
             if turn >= 2:
                 durations[batch].append(seconds)
     return {batch: statistics.median(of) for batch, of in durations.items()}
@@ -143,26 +150,27 @@ def measure_decode(parts: TorchParts, repeats: int) -> dict[int, float]:
 class Turns(StoppingCriteria):
     """Asked by `generate` after each of its steps: notes how long that took, then lets ours have a turn."""
 
-    def __init__(self, ours: Callable[[], object]) -> None:
+    def __init__(self, watch: Stopwatch, ours: Callable[[], object]) -> None:
+        self._watch = watch
         self._ours = ours
         self._resumed_s: float | None = None
         self.ratios: list[float] = []
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        now_s = time.perf_counter()
-        ours_s = timed_s(self._ours)
+        now_s = self._watch.now_s()
+        ours_s = self._watch.seconds(self._ours)
         if self._resumed_s is not None:
             self.ratios.append((now_s - self._resumed_s) / ours_s)
-        self._resumed_s = time.perf_counter()
+        self._resumed_s = self._watch.now_s()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
 
-def measure_against_generate(parts: TorchParts, stock: Any, batch: int, tokens: int) -> float:
+def measure_against_generate(watch: Stopwatch, parts: TorchParts, stock: Any, batch: int, tokens: int) -> float:
     """Our decode speed over `generate`'s, both with CONTEXT tokens of context, step by step in turns."""
     ids = torch.from_numpy(np.frombuffer(random_tokens(CONTEXT, SEED), np.uint32).astype(np.int64)).repeat(batch, 1)
     plan = decode_plan(batch, CONTEXT)
     parts.runner.run(plan)
-    turns = Turns(lambda: parts.runner.run(plan))
+    turns = Turns(watch, lambda: parts.runner.run(plan))
     with torch.inference_mode():
         stock.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
@@ -171,9 +179,9 @@ def measure_against_generate(parts: TorchParts, stock: Any, batch: int, tokens: 
     return statistics.median(turns.ratios[1:])
 
 
-def timed_parts(folder: Path) -> tuple[TorchParts, engine_loop.TimedDecoder]:
+def timed_parts(folder: Path, threads: int) -> tuple[TorchParts, engine_loop.TimedDecoder]:
     """What `assemble` puts together, with a decoder that keeps its times."""
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(threads)
     loaded = load_model(folder, dtype=DTYPE)
     memory = KvMemory(loaded.kv_shape(BLOCK), POOL_TOKENS // BLOCK)
     backend, ops = choose_backend("auto", memory, loaded.facts.query_heads, default_cache_dir(os.environ))
@@ -182,21 +190,24 @@ def timed_parts(folder: Path) -> tuple[TorchParts, engine_loop.TimedDecoder]:
     return TorchParts(TorchRunner(decoder, memory, backend, sampler), memory, loaded.facts), decoder
 
 
-def measure(model: str = "smollm2", *, repeats: int = 15) -> dict[str, Any]:
-    """The figures of `LIMITS`. `repeats`: turns of a decode measurement; prefills take fewer."""
-    folder = resolve(model)
-    parts, decoder = timed_parts(folder)
+def measure(model: str = "smollm2", *, repeats: int = 15, threads: int = THREADS, watch: Stopwatch | None = None) -> dict[str, Any]:
+    """The figures of `LIMITS`, but for the loop's when `watch` is not the wall clock. `repeats`: turns of a decode measurement; prefills
+    take fewer."""
+    folder, watch = resolve(model), watch or Stopwatch()
+    parts, decoder = timed_parts(folder, threads)
     parts.memory.tensor.normal_()
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, DTYPE), attn_implementation="sdpa").eval()
-    decode_s = measure_decode(parts, repeats)
+    decode_s = measure_decode(watch, parts, repeats)
     figures: dict[str, Any] = {
-        "prefill_vs_transformers_2048": measure_prefill(parts, stock, 2048, max(2, repeats // 4)),
-        "prefill_vs_transformers_4096": measure_prefill(parts, stock, 4096, max(2, repeats // 5)),
+        "prefill_vs_transformers_2048": measure_prefill(watch, parts, stock, 2048, max(2, repeats // 4)),
+        "prefill_vs_transformers_4096": measure_prefill(watch, parts, stock, 4096, max(2, repeats // 5)),
         "decode_ms": {str(batch): 1e3 * seconds for batch, seconds in decode_s.items()},
-        "decode_vs_generate": {str(batch): measure_against_generate(parts, stock, batch, repeats) for batch in (1, 4, 16)},
+        "decode_vs_generate": {str(batch): measure_against_generate(watch, parts, stock, batch, repeats) for batch in (1, 4, 16)},
         "decode_16_over_1": decode_s[16] / decode_s[1],
     }
     del stock
+    if watch != Stopwatch():
+        return figures
     return figures | asyncio.run(engine_loop.measure(parts, decoder, BLOCK, answer_tokens=4 * repeats))
 
 
@@ -207,7 +218,6 @@ def environment() -> dict[str, str | int]:
         "seed": SEED,
         "commit": commit.stdout.strip() or "unknown",
         "dtype": DTYPE,
-        "threads": THREADS,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -221,10 +231,19 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     """Print a table, then one JSON line."""
-    figures = measure()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=15, help="turns of a decode measurement")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, its CPU time: ratios that a busy machine leaves alone")
+    options = parser.parse_args()
+    if options.cpu_time:
+        figures = measure(repeats=options.repeats, threads=1, watch=Stopwatch(time.process_time))
+    else:
+        figures = measure(repeats=options.repeats)
     for limit in LIMITS:
-        print(limit.line(figures))
-    print(json.dumps({"engine": rounded(figures), **environment()}))
+        if limit.path[0] in figures:
+            print(limit.line(figures))
+    threads = 1 if options.cpu_time else THREADS
+    print(json.dumps({"engine": rounded(figures), "threads": threads, "cpu_time": options.cpu_time, **environment()}))
 
 
 if __name__ == "__main__":

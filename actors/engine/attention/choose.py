@@ -10,6 +10,7 @@ from pathlib import Path
 
 from actors.engine.attention.base import AttentionBackend
 from actors.engine.attention.cpu_paged import CpuPagedBackend
+from actors.engine.attention.flash import FLASH_NAMES, flash_backend
 from actors.engine.attention.sdpa import SdpaBackend
 from actors.engine.decoder import LayerOps, TorchOps
 from actors.engine.kv_memory import KvMemory
@@ -19,7 +20,7 @@ from cpd_ray.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "sdpa", "cpu_paged")
+BACKENDS = ("auto", "sdpa", "cpu_paged", *FLASH_NAMES)
 
 
 def choose_backend(name: str, memory: KvMemory, query_heads: int, cache_dir: Path) -> tuple[AttentionBackend, LayerOps]:
@@ -27,6 +28,8 @@ def choose_backend(name: str, memory: KvMemory, query_heads: int, cache_dir: Pat
     `cache_dir`: where compiled kernels are kept. Raises ConfigError."""
     if name not in BACKENDS:
         raise ConfigError(f"model.attention: {name!r} is not available here; use one of {', '.join(BACKENDS)}")
+    if name in FLASH_NAMES:
+        return flash_backend(name, memory), TorchOps()
     if name == "sdpa" or (name == "auto" and memory.tensor.device.type != "cpu"):
         return SdpaBackend(memory), TorchOps()
     try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,15 @@ from actors.engine.attention.base import AttentionBackend
 from actors.engine.attention.choose import BACKENDS as NAMES
 from actors.engine.attention.choose import choose_backend
 from actors.engine.attention.cpu_paged import CpuPagedBackend
+from actors.engine.attention.flash import (
+    FLASH_NAMES,
+    FlashBackend,
+    PagedLengths,
+    fa4_kernel,
+    flash_attn_kernel,
+    paged_lengths,
+    varlen_attn_kernel,
+)
 from actors.engine.attention.sdpa import SdpaBackend
 from actors.engine.batch import StepBatch, build_batch
 from actors.engine.decoder import TorchOps
@@ -22,7 +33,10 @@ from actors.engine.native.build import NativeUnavailable, load_library
 from actors.engine.native.ops import NativeOps, PagedKernels
 from actors.engine.plan import SequenceStep, StepPlan
 from cpd_ray.errors import ConfigError
-from tests.actors.engine.torch_rig import BACKENDS, KERNELS, step_of
+from tests.actors.engine.torch_rig import BACKENDS as CPU_BACKENDS
+from tests.actors.engine.torch_rig import KERNELS, step_of
+
+BACKENDS = (*CPU_BACKENDS, "flash")
 
 BLOCKS = 192
 SCALE = 0.3
@@ -38,7 +52,29 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def twin(query: Any, keys: Any, values: Any, lengths: PagedLengths, *, scale: float, window: int | None) -> torch.Tensor:
+    """What a paged GPU kernel computes, in plain torch, from exactly what it is told."""
+    result, block_size = torch.empty_like(query), keys.shape[1]
+    for i, context in enumerate(lengths.contexts.tolist()):
+        rows = slice(int(lengths.starts[i]), int(lengths.starts[i + 1]))
+        blocks = lengths.tables[i, : -(-context // block_size)].long()
+        seen_keys, seen_values = (x[blocks].flatten(0, 1)[:context].transpose(0, 1)[None] for x in (keys, values))
+        at = torch.arange(context - (rows.stop - rows.start), context)[:, None]
+        slots = torch.arange(context)[None]
+        mask = slots <= at if window is None else (slots <= at) & (slots > at - window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query[rows].transpose(0, 1)[None], seen_keys, seen_values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        result[rows] = attended[0].transpose(0, 1)
+    assert int(lengths.context_starts[-1]) == int(lengths.contexts.sum())
+    assert lengths.longest_context == int(lengths.contexts.max())
+    assert lengths.longest_query == int(lengths.starts.diff().max())
+    return result
+
+
 def build(name: str, memory: KvMemory, query_heads: int) -> AttentionBackend:
+    if name == "flash":
+        return FlashBackend("flash", memory, twin)
     return choose_backend(name, memory, query_heads, KERNELS)[0]
 
 
@@ -270,7 +306,49 @@ def test_auto_takes_the_kernels_where_they_run(pool: KvMemory) -> None:
 
 def test_an_unknown_backend_is_refused(pool: KvMemory) -> None:
     with pytest.raises(ConfigError, match=f"use one of {', '.join(NAMES)}"):
-        build("flash_attn", pool, 4)
+        build("flash_attention_7", pool, 4)
+
+
+@pytest.mark.parametrize("name", FLASH_NAMES)
+def test_gpu_backends_are_refused_on_cpu(pool: KvMemory, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} needs a GPU"):
+        build(name, pool, 4)
+
+
+def test_each_library_is_called_with_parameters_that_it_has() -> None:
+    """The call as spelt here, against the signature that the library declares (flash-attn's are written out: it needs a GPU to import)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def flash_attn_2(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
+        softmax_scale: Any = None, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0, alibi_slopes: Any = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Any = None,
+    ) -> Any: ...  # fmt: skip
+
+    def flash_attn_4(
+        q: Any, k: Any, v: Any, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, seqused_q: Any = None, seqused_k: Any = None,
+        page_table: Any = None, softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None),
+    ) -> Any: ...  # fmt: skip
+
+    lengths = paged_lengths(
+        build_batch(
+            StepPlan((step_of("r", [1] * 20, 4, 20, [0, 1]),)), KvMemory(KvShape(1, 1, 16, 8, torch.float32), 2), vocab_size=9
+        )
+    )
+    for spell, declared in ((flash_attn_kernel, flash_attn_2), (varlen_attn_kernel, varlen_attn), (fa4_kernel, flash_attn_4)):
+        calls: list[inspect.BoundArguments] = []
+
+        def note(*args: Any, declared: Any = declared, calls: Any = calls, **kwargs: Any) -> Any:
+            calls.append(inspect.signature(declared).bind(*args, **kwargs))
+            return args[0]
+
+        for window, left in ((None, {-1, None}), (8, {7})):
+            query = torch.zeros(16, 1, 8)
+            assert spell(note)(query, query, query, lengths, scale=0.5, window=window) is query
+            bound = calls[-1].arguments
+            assert bound["window_size"][0] in left
+            assert bound.get("causal", True) is True
+            assert bound.get("softmax_scale", bound.get("scale")) == 0.5
 
 
 def test_without_a_compiler_auto_falls_back_and_a_name_is_refused(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from actors.engine.assemble import assemble
-from actors.engine.decoder import LeanDecoder, TransformersDecoder
+from actors.engine.decoder import LeanDecoder, TransformersDecoder, choose_decoder
 from actors.engine.loading import load_model
 from actors.engine.plan import StepPlan
 from actors.models.resolve import resolve
@@ -113,6 +113,15 @@ def test_weights_come_in_the_dtype_asked_for(tiny: Path, dtype: str) -> None:
     )
 
 
+def test_another_activation_runs_through_the_library(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES, hidden_act="gelu"), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    bench = Bench(tmp_path, backend="cpu_paged", block_size=8, blocks=8, decoder=choose_decoder)
+    tokens = list(range(3, 43))
+    torch.testing.assert_close(logits_in_chunks(bench, tokens, [40]), Oracle(tmp_path).logits(tokens)[-1:], rtol=1e-4, atol=1e-4)
+
+
 def test_an_unknown_dtype_is_a_config_error(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="one of float32, bfloat16, float16"):
         load_model(tiny, dtype="int8")
@@ -156,6 +165,8 @@ def test_assembled_parts_fit_each_other(tiny: Path) -> None:
     assert parts.memory.slotted().slots == 5
     with pytest.raises(ConfigError, match=r"model\.device"):
         assemble(tiny, blocks=5, block_size=16, device="cuda:99", cache_dir=KERNELS)
+    with pytest.raises(ConfigError, match="doesn't fit into memory"):
+        assemble(tiny, blocks=2**44, block_size=16, device="cpu", cache_dir=KERNELS)
 
 
 @pytest.mark.model
