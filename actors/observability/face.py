@@ -53,13 +53,10 @@ class ObservedFace:
     def _ending(self, seen: Seen) -> Iterator[None]:
         try:
             yield
-        except GeneratorExit:
-            task = asyncio.current_task()
-            left = task is not None and task.cancelling() > 0
-            seen.ended = FinishReason.ABORT if left or seen.usage is None else FinishReason.STOP
-            raise
-        except asyncio.CancelledError:
-            seen.ended = FinishReason.ABORT
+        except (GeneratorExit, asyncio.CancelledError) as leaving:
+            if not isinstance(seen.ended, FinishReason):  # else its reader has the last chunk
+                enough = isinstance(leaving, GeneratorExit) and seen.usage is not None and not _being_cancelled()
+                seen.ended = FinishReason.STOP if enough else FinishReason.ABORT
             raise
         except CPDError as error:
             seen.ended = error.status
@@ -151,3 +148,8 @@ class ObservedFace:
             told = {"prompt_tokens": warmed.tokens, "cached_tokens": warmed.cached_tokens, "pinned_blocks": warmed.pinned_blocks}
             log.info("warmed", extra=fields(event="warm", worker=warmed.worker, ttl_s=ttl_s, **told))
             return warmed
+
+
+def _being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -90,8 +90,11 @@ class _Ours(logging.StreamHandler[TextIO]):
 
 
 def configure(constants: Mapping[str, str], *, stream: TextIO | None = None, level: int = logging.INFO) -> None:
-    """Our loggers write JSON lines to `stream` (standard error when None) from now on; calling it again replaces what it did before."""
-    handler = _Ours(stream or sys.stderr)
+    """Our loggers write JSON lines to `stream` (standard error when None) from now on; calling it again replaces what it did before.
+
+    The process's own standard error, that is: a Serve replica's `sys.stderr` leads to Serve's log, which prefixes lines and holds them back.
+    """
+    handler = _Ours(stream or sys.__stderr__ or sys.stderr)
     handler.setFormatter(JsonFormatter(constants))
     for name in OURS:
         logger = logging.getLogger(name)

@@ -185,7 +185,7 @@ Ray rebuilds histograms from bucket counts: quantiles are as good as the buckets
 _TAIL = """
 ## Logs
 
-Every actor writes JSON lines to its standard error, which Ray keeps in its session's logs (`ray logs` shows them). The router writes one line a
+Every actor writes JSON lines to its standard error, which Ray keeps as `worker-*.err` in each node's session logs. The router writes one line a
 request (`"event": "request"`): id, route and reason, workers, predicted and actual seconds to first token, seconds by phase, token
 counts, cached tokens by tier, how it ended. Workers write one when they are done with a request (`prefill`, `decode`). Each line about a
 request has `request_id`: search for the `X-Request-Id` that the client saw, over the logs of all actors. No prompt text is logged.

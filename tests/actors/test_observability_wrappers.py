@@ -202,6 +202,15 @@ async def test_a_reader_that_has_had_enough_is_a_stop(codec: TextCodec) -> None:
     watched.within.check()
 
 
+async def test_a_reader_that_leaves_after_the_last_chunk_changes_nothing_of_the_end(codec: TextCodec) -> None:
+    watched = Watched(codec)
+    async with contextlib.aclosing(watched.face.generate(ask())) as chunks:
+        async for chunk in chunks:
+            if chunk.finish_reason is not None:
+                break
+    assert watched.meter.read("request_success") == {("length",): 1}
+
+
 def trace(
     route: str, *workers: str, attempts: int = 1, predicted_s: float = 1.0, phases_s: dict[str, float] | None = None
 ) -> RequestTrace:
