@@ -47,27 +47,30 @@ class Slab:
     def reserve(self, writer: str, keys: Sequence[BlockKey], parent: BlockKey | None = None) -> Granted:
         """Slots for those of `keys` (in chain order, `parent` before the first) that are not here; the leading ones when not all fit.
         Raises SlabFull when none does."""
-        wanted: list[tuple[int, BlockKey, BlockKey | None]] = []
-        blocks, above, seen = self._blocks, parent, set()
-        for i, key in enumerate(keys):
-            if key not in blocks and key not in seen:
-                wanted.append((i, key, above))
-                seen.add(key)
-            above = key
+        blocks = self._blocks
+        wanted = [i for i, key in enumerate(keys) if key not in blocks]
+        if len(set(keys)) < len(keys):
+            first = {key: i for i, key in reversed(list(enumerate(keys)))}
+            wanted = [i for i in wanted if first[keys[i]] == i]
         slots: list[SlotId | None] = [None] * len(keys)
         reservation_id = ReservationId(self._new_id("w"))
         if not wanted:
             return Granted(reservation_id, tuple(slots), self.limits.reservation_ttl_s)
-        room = self._make_room(min(len(wanted), self._allowance(writer)), protect={*keys, parent})
+        room = min(len(wanted), self._allowance(writer))
+        if room > len(self._free):
+            self._evict(room - len(self._free), protect={*keys, parent})
+            room = min(room, len(self._free))
         if not room:
             raise SlabFull(f"no slot for any of {len(wanted)} blocks: all are reserved, leased, pinned or quarantined")
         taken = sorted(self._free[-room:])
         del self._free[-room:]
         given: dict[BlockKey, SlabBlock] = {}
-        for (i, key, above), slot in zip(wanted, taken, strict=False):
+        insert = self._policy.insert
+        for i, slot in zip(wanted, taken, strict=False):
+            key, above = keys[i], keys[i - 1] if i else parent
             given[key] = blocks[key] = SlabBlock(key, above, slot)
             slots[i] = slot
-            self._policy.insert(key, above)
+            insert(key, above)
         self._reservations[reservation_id] = OpenReservation(writer, given)
         self._outstanding[writer] = self._outstanding.get(writer, 0) + room
         self._reserved += room
@@ -290,11 +293,6 @@ class Slab:
         if left <= 0:
             raise SlabFull(f"writer {writer} has {self.limits.writer_slots} slots reserved or quarantined, as many as it may")
         return left
-
-    def _make_room(self, count: int, protect: set[BlockKey | None]) -> int:
-        if count > len(self._free):
-            self._evict(count - len(self._free), protect)
-        return min(count, len(self._free))
 
     def _evict(self, count: int, protect: set[BlockKey | None]) -> int:
         blocks = self._blocks

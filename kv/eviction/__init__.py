@@ -6,15 +6,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from kv.eviction.base import EvictionPolicy
-from kv.eviction.scored import AgedLeastFrequentlyUsed, LeastRecentlyUsed
+from kv.eviction.queued import S3Fifo, TwoQ
+from kv.eviction.scored import AgedLeastFrequentlyUsed, LeastRecentlyUsed, ReuseHorizon
 
 POLICIES: Mapping[str, Callable[[int], EvictionPolicy]] = MappingProxyType(
     {
-        "lru": lambda slots: LeastRecentlyUsed(),
-        "lfu": lambda slots: AgedLeastFrequentlyUsed(),
+        LeastRecentlyUsed.name: lambda slots: LeastRecentlyUsed(),
+        AgedLeastFrequentlyUsed.name: AgedLeastFrequentlyUsed,
+        ReuseHorizon.name: ReuseHorizon,
+        TwoQ.name: TwoQ,
+        S3Fifo.name: S3Fifo,
     }
 )
-DEFAULT_POLICY = "lfu"
+DEFAULT_POLICY = ReuseHorizon.name
 
 
 def new_policy(name: str, slots: int) -> EvictionPolicy:

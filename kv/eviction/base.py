@@ -39,18 +39,20 @@ class EvictionPolicy(Protocol):
 
 
 class Node:
-    """A block in a policy's books. `children`: how many blocks there name it as parent. `score`, `hits`, `queue`: the policy's own."""
+    """A block in a policy's books. `children`: how many blocks there name it as parent. `queued`: `Leaves` will look at it. `score`, `hits`,
+    `seen`, `main` are the policy's own."""
 
-    __slots__ = ("children", "hits", "key", "parent", "queue", "queued", "score")
+    __slots__ = ("children", "hits", "key", "main", "parent", "queued", "score", "seen")
 
     def __init__(self, key: BlockKey, parent: BlockKey | None) -> None:
         self.key = key
         self.parent = parent
         self.children = 0
+        self.queued = False
         self.score = 0.0
         self.hits = 0
-        self.queue = 0
-        self.queued = False
+        self.seen = 0.0
+        self.main = False
 
 
 class PrefixForest:
@@ -74,11 +76,11 @@ class PrefixForest:
             node.children = self._waiting.pop(key, 0)
         return node
 
-    def drop(self, key: BlockKey) -> Node | None:
-        """Forget `key`; returns its parent when that has just become a leaf."""
-        node = self.nodes.pop(key)
+    def drop(self, node: Node) -> Node | None:
+        """Forget a block; returns its parent when that has just become a leaf."""
+        del self.nodes[node.key]
         if node.children:
-            self._waiting[key] = node.children
+            self._waiting[node.key] = node.children
         if node.parent is None:
             return None
         above = self.nodes.get(node.parent)

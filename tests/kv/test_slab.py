@@ -288,7 +288,7 @@ def test_random_walk(policy: str) -> None:
     where: dict[BlockKey, int] = {}
     told: set[BlockKey] = set()
     sequence = 0
-    for _ in range(2500):
+    for _ in range(1500):
         chain = rng.choice(chains)
         start = rng.choice([0, 0, 0, rng.randrange(len(chain))])
         names = chain[start : start + rng.randint(1, 12)]
@@ -365,20 +365,20 @@ def test_a_thousand_keys_a_call_stay_in_the_low_milliseconds(policy: str) -> Non
     spent: dict[str, list[float]] = {"reserve": [], "commit": [], "match": [], "lease": [], "release": []}
     for i in range(60):  # the slab is full after twenty rounds: the rest evict a thousand blocks each
         names = keys(i * 1000, 1000)
-        begun = time.perf_counter()
+        begun = time.thread_time()
         granted = world.slab.reserve("w", names)
-        reserved = time.perf_counter()
+        reserved = time.thread_time()
         world.slab.commit(granted.reservation_id, EPOCH, names)
-        committed = time.perf_counter()
+        committed = time.thread_time()
         assert world.slab.match(names) == 1000
-        matched = time.perf_counter()
+        matched = time.thread_time()
         lease_id = world.slab.lease("r", names).lease_id
-        leased = time.perf_counter()
+        leased = time.thread_time()
         assert lease_id is not None
         world.slab.release(lease_id, EPOCH)
-        times = (begun, reserved, committed, matched, leased, time.perf_counter())
+        times = (begun, reserved, committed, matched, leased, time.thread_time())
         for what, start, end in zip(spent, times[:-1], times[1:], strict=True):
             spent[what].append(end - start)
     median_ms = {what: sorted(seconds)[len(seconds) // 2] * 1e3 for what, seconds in spent.items()}
     print(policy, {what: round(ms, 2) for what, ms in median_ms.items()})
-    assert max(median_ms.values()) < 15, median_ms
+    assert max(median_ms.values()) < 12, median_ms
