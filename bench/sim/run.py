@@ -20,7 +20,7 @@ from bench.workload.types import Session, Workload
 from cpd_ray.config import EngineConfig
 from cpd_ray.ids import NodeId, WorkerId
 from cpd_ray.types import Role
-from kv.eviction.scored import LeastRecentlyUsed
+from kv.eviction import DEFAULT_POLICY, new_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,7 @@ class Cluster:
             node_model.slab_blocks(model, size), model.bytes_per_token * size, node_model.host_rate, node_model.network_rate
         )
         pool_blocks = node_model.pool_blocks(model, size)
+        eviction = DEFAULT_POLICY if setup.eviction == "default" else setup.eviction
         self.nodes: dict[NodeId, SimNode] = {}
         self.prefills: dict[WorkerId, SimPrefillWorker] = {}
         self.decodes: dict[WorkerId, SimDecodeWorker] = {}
@@ -60,7 +61,7 @@ class Cluster:
         )
         roles = [Role.PRE_PREFILL] * topology.pre_prefill + [Role.PREFILL] * topology.prefill + [Role.DECODE] * topology.decode
         for i, role in enumerate(roles):
-            node = self.nodes[NodeId(f"n{i}")] = SimNode(NodeId(f"n{i}"), shape, LeastRecentlyUsed(), loop)
+            node = self.nodes[NodeId(f"n{i}")] = SimNode(NodeId(f"n{i}"), shape, new_policy(eviction, shape.slots), loop)
             name = WorkerId(f"{role}-{i}")
             if role is Role.DECODE:
                 self.decodes[name] = SimDecodeWorker(name, node, pool_blocks, size, node_model.decode_cost(model), loop)

@@ -74,9 +74,11 @@ PLAIN = ("pd_round_robin", "pd_affinity", "pd_shared")
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Hardware, model and block size. 512 tokens a block: the public traces' own, and a multiple of the 256 that flash-attention's paged
-    kernels need."""
+    """Hardware, model, block size and the slabs' eviction policy. 512 tokens a block: the public traces' own, and a multiple of the 256 that
+    flash-attention's paged kernels need. `eviction`: a name of `kv.eviction`; least recently used is the best of them for plain P/D on
+    the agent mixes, so that the baselines have it too."""
 
     node: NodeModel = B200_TP4
     model: ModelShape = LLAMA_70B
     block_tokens: int = 512
+    eviction: str = "lru"
