@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from actors.copy_near import CopySettings
 from actors.decode import DecodeWorker
+from actors.engine.calibrate import calibrate
 from actors.engine.engine import AsyncEngine
 from actors.engine.scheduler import Scheduler
 from actors.engine.validation import EngineShape
@@ -143,7 +144,9 @@ def make_worker(
         min(max_tokens(config, facts), facts.max_position),
         frozenset(facts.eos_token_ids),
     )
-    scheduler = Scheduler(pool, shape, config.runtime.engine, clock, StepCostFit(), port.committed)
+    cost = StepCostFit()
+    calibrate(parts.runner, shape, memory.slots, cost.observe)
+    scheduler = Scheduler(pool, shape, config.runtime.engine, clock, cost, port.committed)
     engine = AsyncEngine(scheduler, parts.runner, port)
     worker = Worker(identity, engine, port, events)
     if identity.role is Role.DECODE:

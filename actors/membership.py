@@ -35,8 +35,8 @@ class Roster(Protocol):
 class Feed(Protocol):
     """Where the directory's content comes from."""
 
-    async def refresh(self, roster: Roster) -> None:
-        """Take in what has changed since the last call."""
+    async def refresh(self, roster: Roster, *, at_once: bool = False) -> None:
+        """Take in what has changed since the last call. `at_once`: also what whoever is followed has not heard yet."""
         ...
 
 
@@ -47,7 +47,7 @@ class SourceFeed:
         self._directory = directory
         self._timeout_s = timeout_s
 
-    async def refresh(self, roster: Roster) -> None:
+    async def refresh(self, roster: Roster, *, at_once: bool = False) -> None:
         asks: dict[SourceId, Ask] = {pool_source(w): client.events for w, client in roster.workers().items()}
         asks |= {slab_source(n): client.events for n, client in roster.nodes().items()}
         for state in self._directory.sources():
@@ -85,8 +85,8 @@ class Membership:
         self.node_reports: dict[NodeId, NodeReport] = {}
         self.on_change: Callable[[], None] = lambda: None
 
-    async def refresh(self) -> None:
-        """One round over everyone."""
+    async def refresh(self, *, at_once: bool = False) -> None:
+        """One round over everyone. `at_once`: of the directory, too, nothing older than this call."""
         workers, nodes = dict(self.roster.workers()), dict(self.roster.nodes())
         for worker in set(self._fleet.members()) - set(workers):
             self._fleet.gone(worker)
@@ -95,7 +95,7 @@ class Membership:
         await asyncio.gather(
             *(self._ask_worker(w, c) for w, c in workers.items()),
             *(self._ask_node(n, c) for n, c in nodes.items()),
-            self._feed.refresh(self.roster),
+            self._feed.refresh(self.roster, at_once=at_once),
         )
         self._fleet.round_ended()
         self.on_change()

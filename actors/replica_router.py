@@ -51,9 +51,11 @@ class DirectoryFeed:
         self._handle = handle.options(_by_reference=False)
         self._timeout_s = timeout_s
 
-    async def refresh(self, roster: Roster) -> None:
+    async def refresh(self, roster: Roster, *, at_once: bool = False) -> None:
         try:
             async with asyncio.timeout(self._timeout_s):
+                if at_once:
+                    await self._handle.refresh.remote()
                 self._directory.follow(await self._handle.page.remote(list(self._directory.positions())))
         except Exception as error:
             log.warning("the directory does not answer: %s", type(error).__name__)

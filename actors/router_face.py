@@ -77,7 +77,7 @@ class RouterFace:
                 if isinstance(count, BaseException) and not isinstance(count, (WorkerGone, PeerGone)):
                     raise count
             dropped[tier] = sum(count for count in counts if isinstance(count, int))
-        await self._router.membership.refresh()
+        await self._router.membership.refresh(at_once=True)
         return dropped
 
     def _prefill_nodes(self) -> set[NodeId]:

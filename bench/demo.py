@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -126,26 +127,27 @@ def check_tiers(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """The rows as a person reads them."""
-    out = Table(title=f"One document of {rows[0].prompt_tokens} tokens, asked about five times", title_justify="left")
-    for column in ("request", "route", "workers"):
-        out.add_column(column)
-    for column in ("prompt", "from pool", "from node", "from cluster", "TTFT", "speed-up"):
-        out.add_column(column, justify="right")
-    out.add_column("answer", max_width=48, overflow="ellipsis", no_wrap=True)
+    """The rows as a person reads them, 80 columns wide."""
+    out = Table(
+        title=f"One document of {rows[0].prompt_tokens} tokens, asked about five times", title_justify="left", box=box.SIMPLE
+    )
+    for column in ("request", "route"):
+        out.add_column(column, no_wrap=True)
+    for column in ("prompt", "pool", "node", "cluster", "TTFT", "speed-up"):
+        out.add_column(column, justify="right", no_wrap=True)
     cold_s = rows[0].answer.ttft_s
     for row in rows:
         cached, ttft_s = row.answer.cached, row.answer.ttft_s
-        out.add_row(
-            row.name, row.answer.route, " > ".join(row.answer.workers), str(row.prompt_tokens), str(cached.pool), str(cached.node),
-            str(cached.cluster), f"{ttft_s:.3f} s", f"{cold_s / ttft_s:.1f}x", row.text.replace("\n", " "),
-        )  # fmt: skip
+        tiers = (str(cached.pool), str(cached.node), str(cached.cluster))
+        out.add_row(row.name, row.answer.route, str(row.prompt_tokens), *tiers, f"{ttft_s:.3f} s", f"{cold_s / ttft_s:.1f}x")
     return out
 
 
 def report(rows: Sequence[Row], console: Console) -> int:
     """Print table and JSON line; the exit status is 1 when a row was answered from another tier than its name says."""
     console.print(table(rows))
+    for row in rows:
+        console.print(f"  {row.name} ({' > '.join(row.answer.workers)}): {row.text}", highlight=False)
     base = rows[0].answer.text
     for row in rows[1:-1]:
         if (text := row.answer.text) != base:

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from actors.cli.checking import check_file
 from actors.launcher import LaunchSpec, launch
+from cpd_ray.errors import ConfigError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,11 +32,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dashboard", action="store_true", help="also Ray's dashboard, which `serve deploy` talks to")
     given = parser.parse_args(arguments)
+    if problems := _problems(given.config):
+        print("\n".join(f"error: {given.config}: {problem}" for problem in problems), file=sys.stderr)
+        return 2
     spec = LaunchSpec(
         config=given.config, host=given.host, port=given.port, nodes=given.nodes, store_bytes=int(given.store_gib * 2**30),
         dashboard=given.dashboard,
     )  # fmt: skip
     return asyncio.run(launch(spec, lambda line: print(line, flush=True)))
+
+
+def _problems(config: Path) -> tuple[str, ...]:
+    """What speaks against this project's applications in the file, before anything starts; the rest is the launcher's to refuse."""
+    try:
+        checked = check_file(config)
+    except ConfigError:
+        return ()
+    return tuple(dict.fromkeys(checked.problems)) if checked.applications else ()
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ def check_messages(value: Any) -> tuple[dict[str, Any], ...]:
     return tuple(_message(item, i) for i, item in enumerate(value))
 
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
 def check_tools(value: Any) -> tuple[dict[str, Any], ...]:
     """Raises ValueError for what is no list of functions."""
     if not isinstance(value, list):
@@ -34,8 +37,8 @@ def _message(message: Any, index: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError(f"message {index} must be an object")
     role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise ValueError(f"message {index} must have a role")
+    if role not in ROLES:
+        raise ValueError(f"message {index}: role must be one of {', '.join(ROLES)}")
     for name in ("audio", "function_call"):
         if message.get(name) is not None:
             raise ValueError(f"message {index}: {name} is not supported")

@@ -20,6 +20,11 @@ def weight(candidate: Candidate) -> tuple[float, float, int]:
     return (candidate.cost_s, candidate.ttft_s, -candidate.cached_tokens)
 
 
+def compared(gain_s: float) -> str:
+    """How the other pool compares, as a person reads it."""
+    return f"the other is {'better' if gain_s >= 0 else 'worse'} by {seconds(abs(gain_s))}"
+
+
 @dataclass(frozen=True, slots=True)
 class CostPolicy:
     """`spill_after_s`: how much better (in predicted seconds) the other pool must be before a request crosses."""
@@ -47,6 +52,6 @@ class CostPolicy:
             crosses = gain_s > hurdle_s
             chosen = other if crosses else own
             verdict = "crosses to" if crosses else "stays in"
-            why = f"{found}: {verdict} the {chosen.role} pool (the other is better by {seconds(gain_s)}, crossing takes "
+            why = f"{found}: {verdict} the {chosen.role} pool ({compared(gain_s)}, crossing takes "
             why += f"{seconds(hurdle_s)}), first token predicted in {seconds(chosen.ttft_s)}"
         return Decision(route, chosen, considered, self.name, why)
