@@ -67,7 +67,7 @@ class StepCostFit:
         self._spread = max(self._spread, _LEAST_SPREAD)
         self._samples += 1
         self._unsolved += 1
-        if self._unsolved >= min(_SOLVE_EVERY, self._samples):
+        if self._samples <= _SOLVE_EVERY or self._unsolved >= _SOLVE_EVERY:
             self._solve()
 
     def _solve(self) -> None:
