@@ -34,7 +34,7 @@ PRE_PREFILL = WorkerId("n0-pre-prefill-0")
 DECODES = (WorkerId("n0-decode-1"), WorkerId("n1-decode-1"))
 PLAN = (NodePlan("n0", (Role.PRE_PREFILL, Role.DECODE)), NodePlan("n1", (Role.PREFILL, Role.DECODE)))
 HANDOVER_TTL_S = 2.0
-RECLAIMED_S = HANDOVER_TTL_S + 4.0
+RECLAIMED_S = 20.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,7 +4,6 @@ It asks the system from its driver, and from a replica of an application of its 
 """
 
 import asyncio
-import importlib.util
 import json
 import os
 import sys
@@ -54,7 +53,7 @@ def driver(app: str) -> tuple[dict, str]:
     return {
         "torch": "torch" in sys.modules,
         "ray_before": RAY_BEFORE,
-        "kv_importable": importlib.util.find_spec("kv") is not None,
+        "ours_loaded": sorted({name.partition(".")[0] for name in sys.modules} & {"kv", "placement", "serve_app"}),
         "mine": actors.names.MINE,
         "quick": os.environ["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1",
         "sync": client.generate(PROMPT, **FIELDS).text,

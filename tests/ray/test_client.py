@@ -205,7 +205,7 @@ def test_a_program_with_packages_of_its_own_needs_only_cpd_ray(
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert told["driver"] == {
-        "torch": False, "ray_before": False, "kv_importable": False, "mine": "the other program", "quick": quick == "1",
+        "torch": False, "ray_before": False, "ours_loaded": [], "mine": "the other program", "quick": quick == "1",
         "sync": told["expected"], "stream": told["expected"], "async": told["expected"], "twice": told["expected"], "param": "temprature",
     }  # fmt: skip
     # (in this cluster replicas see the paths of the test's own driver, who started Serve: whose `actors` they find says nothing)
