@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from actors.observability.table import LABELS, METRICS, OTHER, Kind, Side
 from cpd_ray.types import CachedTokens
-from tests.ray.system import ANSWER, BLOCK, MODEL, Asker, until
+from tests.ray.system import BLOCK, Asker, until
 
 pytestmark = pytest.mark.slow
 
@@ -157,37 +154,3 @@ async def test_gauges_agree_with_the_status(asker: Asker) -> None:
         return "" if found == wanted else f"{found}, not {wanted}"
 
     await until(look, "gauges differ from the status")
-
-
-async def test_a_request_id_finds_its_lines_in_every_actor(asker: Asker) -> None:
-    prompt = asker.text(400)
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
-    named = await asker.http.post("/v1/completions", json=body, headers={"X-Request-Id": 'find-me"}\\ {"level'})
-    unnamed = await asker.http.post("/v1/completions", json=body)
-    for response in (named, unnamed):
-        assert response.status_code == 200
-        request_id = response.headers["X-Request-Id"]
-        found: list[dict[str, Any]] = []
-
-        async def look(request_id: str = request_id, found: list[dict[str, Any]] = found) -> str:
-            found[:] = await asyncio.to_thread(lines_about, request_id)
-            events = sorted(str(line.get("event")) for line in found)
-            return "" if events == ["decode", "prefill", "request"] else str(found)
-
-        await until(look, "the request's lines are not there")
-        (line,) = (line for line in found if line["event"] == "request")
-        assert (line["role"], line["status"], line["finish_reason"]) == ("router", 200, "length")
-        assert line["completion_tokens"] == ANSWER
-        assert line["workers"] == [next(f["actor"] for f in found if f["event"] == event) for event in ("prefill", "decode")]
-        assert set(line["phases_s"]) >= {"admission", "compute", "decode"}
-        assert not [f for f in found if prompt[:40] in json.dumps(f)], "prompt text in a log"
-
-
-def lines_about(request_id: str) -> list[dict[str, Any]]:
-    """Our own log lines that name the request, of all actors."""
-    found = []
-    for path in Path(ray._private.worker._global_node.get_logs_dir_path()).glob("worker-*.err"):
-        for line in path.read_text(errors="replace").splitlines():
-            if request_id in line and line.startswith("{"):
-                found.append(json.loads(line))
-    return found
