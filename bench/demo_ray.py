@@ -44,11 +44,14 @@ def applications(model: str, dtype: str, pool_tokens: int) -> dict[str, Any]:
         return {"replicas": 1, "cpus_per_rank": 0.2, "labels": {NODE_LABEL: node}}
 
     cpd = {**shared, "router_cpus": 0.1, "roles": {"pre_prefill": role("n0"), "prefill": role("n1"), "decode": role("n1")}}
+    # the paper's fixed rule, so that which worker answers does not hang on how fast each happened to start
+    runtime = {"routing": {"policy": "threshold"}, "engine": {"step_tokens": 1024, "chunk_tokens": 512}}
+    deployments = [{"name": name, "user_config": runtime} for name in ("router", "pre-prefill", "prefill", "decode")]
     kv = {**shared, "slab": {"gib": 0.5, "extent_mib": 128, "cpus": 0.1}}
     return {
         "applications": [
             {"name": "cpd-kv", "import_path": "serve_app:build_kv", "route_prefix": None, "args": kv},
-            {"name": "cpd", "import_path": "serve_app:build", "route_prefix": "/", "args": cpd},
+            {"name": "cpd", "import_path": "serve_app:build", "route_prefix": "/", "args": cpd, "deployments": deployments},
         ]
     }
 
