@@ -97,12 +97,13 @@ def free_port() -> int:
 
 
 def abandoned(before: set[Path]) -> set[Path]:
-    """Files in shared memory that were not there before and that no process of the machine maps."""
+    """Files in shared memory that were not there before and that no process of the machine maps; not those of Python's multiprocessing,
+    which other programs of the machine come and go with, and nothing of ours on Ray uses."""
     mapped = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             mapped |= {Path(region.path) for region in process.memory_maps()}
-    return set(SHARED_MEMORY.iterdir()) - before - mapped
+    return {path for path in set(SHARED_MEMORY.iterdir()) - before - mapped if not path.name.startswith("sem.mp-")}
 
 
 def _descendants() -> dict[int, psutil.Process]:
