@@ -20,7 +20,7 @@ from typing import cast
 
 import msgspec
 import numpy as np
-from nixl._api import nixl_agent
+from nixl._api import nixl_agent, nixl_agent_config
 
 from actors.kv_cache import KvCacheNode
 from bench.micro.kv_index import environment
@@ -175,7 +175,7 @@ class RawNixl:
 
     def __init__(self, far: PeerDescriptor, into: SlottedMemory, pairs: list[tuple[int, int]]) -> None:
         name, blob = msgspec.msgpack.decode(far.metadata, type=tuple[str, bytes])
-        self._agent = nixl_agent("raw")
+        self._agent = nixl_agent("raw", nixl_agent_config(enable_prog_thread=False))  # as ours: a spinning thread would take a core
         self._agent.register_memory([(e.address, e.nbytes, 0, "") for e in into.extents], "DRAM")
         self._agent.add_remote_agent(blob)
         region = far.regions[0]

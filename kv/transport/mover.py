@@ -21,7 +21,12 @@ T = TypeVar("T")
 POSTED_AHEAD = 2
 """Parts of one read in flight at a time, where the engine is asynchronous."""
 SHORTEST_PAUSE_S = 50e-6
-LONGEST_PAUSE_S = 20e-3
+LONGEST_PAUSE_S = 4e-3
+IDLE_PAUSE_S = 10e-3
+"""Without a read of ours: what a newcomer's connection, or a TCP reader's first byte, may wait for us."""
+BUSY_S = 15e-6
+"""An engine that takes longer than this to make progress had something to do, and is asked again soon. (Asked for nothing, NIXL takes 1-2 us;
+the first time after a pause 20-60, for want of warm caches, which is why it is the second time that counts.)"""
 
 
 class Part(Protocol):
@@ -115,11 +120,16 @@ class Read:
 
 
 class Mover:
-    """One daemon thread. At most `concurrent_reads` take turns, others wait in order; lingering ones are watched besides."""
+    """One daemon thread. At most `concurrent_reads` take turns, others wait in order; lingering ones are watched besides.
 
-    def __init__(self, name: str, *, concurrent_reads: int, clock: Clock) -> None:
+    `progress` lets the engine do what it has to do, for our reads and for those of others from us: it is called in every round, and
+    every few milliseconds when nothing happens. An engine's own progress thread would keep a core busy, which costs more than it brings
+    where cores compute."""
+
+    def __init__(self, name: str, *, concurrent_reads: int, clock: Clock, progress: Callable[[], None] | None = None) -> None:
         self._concurrent_reads = concurrent_reads
         self._clock = clock
+        self._progress = progress
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._reads: deque[Read] = deque()
         self._closing = False
@@ -181,9 +191,20 @@ class Mover:
                     self._inbox.get_nowait()()
             except queue.Empty:
                 pass
-            if not self._closing and self._step():
-                self._moved_s = self._clock.now_s()
+            if not self._closing:
+                busy = self._make_progress()
+                if self._step() or busy:
+                    self._moved_s = self._clock.now_s()
         self._drain()
+
+    def _make_progress(self) -> bool:
+        """Give the engine its turn; True when it had something to do."""
+        if self._progress is None:
+            return False
+        self._progress()
+        begun_s = self._clock.now_s()
+        self._progress()
+        return self._clock.now_s() - begun_s > BUSY_S
 
     def _step(self) -> bool:
         moved = False
@@ -199,11 +220,15 @@ class Mover:
         return moved
 
     def _pause_s(self) -> float | None:
-        """How long to wait for orders: for ever when nothing moves, else a twentieth of the time since something last did."""
-        if not self._reads:
+        """How long to wait for orders: a twentieth of the time since something last moved, within limits."""
+        if not self._reads and self._progress is None:
             return None
         idle_s = self._clock.now_s() - self._moved_s
-        return min(max(idle_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S) if idle_s > SHORTEST_PAUSE_S else 0.0
+        return (
+            0.0
+            if idle_s < SHORTEST_PAUSE_S
+            else min(max(idle_s / 20, SHORTEST_PAUSE_S), LONGEST_PAUSE_S if self._reads else IDLE_PAUSE_S)
+        )
 
     def _drain(self) -> None:
         """Fail what was handed in while the thread was closing."""

@@ -4,6 +4,7 @@ The one file that knows NIXL's API. Owns the agent, registrations and prepared d
 Invariant: only the mover's thread touches the agent, and nothing that a moving transfer needs is given up before it has ended: NIXL
 would accept the release of an active handle, or the removal of its peer, and the late bytes would still land.
 
+NIXL's own progress thread spins, a core for each agent; here the mover's thread drives progress, now and then when idle.
 On one host `transfer()` copies before it returns; over TCP and RDMA it is asynchronous and polled. Neighbouring slots that stand together
 are merged by NIXL itself (`RegionBook` sorts them so).
 """
@@ -181,13 +182,15 @@ class NixlTransport:
     ) -> None:
         self.peer = peer
         self._book = RegionBook(peer, self.name, layout)
-        self._mover = Mover(f"nixl-{peer}", concurrent_reads=concurrent_reads, clock=clock or SystemClock())
+        self._agent: Any = None
+        self._mover = Mover(
+            f"nixl-{peer}", concurrent_reads=concurrent_reads, clock=clock or SystemClock(), progress=self._progress
+        )
         self._own: dict[str, _Side] = {}
         self._agents: dict[str, _Side] = {}  # by agent name, also those that have yet to end
         self._peers: dict[str, str] = {}  # peer -> name of its present agent
         self._agent_name = f"{peer}-{secrets.token_hex(6)}"
         self._scratch = np.zeros(SCRATCH_BYTES, dtype=np.uint8)
-        self._agent: Any = None
         self._mover.call(lambda: self._start(list(backends)))
 
     def register(self, region: str, memory: SlottedMemory, generation: int) -> RegionRef:
@@ -256,8 +259,14 @@ class NixlTransport:
 
     def _start(self, backends: list[str]) -> None:
         with _resting_progress_thread():
-            self._agent = nixl_agent(self._agent_name, nixl_agent_config(backends=backends))
+            self._agent = nixl_agent(self._agent_name, nixl_agent_config(enable_prog_thread=False, backends=backends))
         self._agent.register_memory([(self._scratch.ctypes.data, SCRATCH_BYTES, 0, "")], "DRAM")
+
+    def _progress(self) -> None:
+        """UCX needs our turn to answer others: to connect, and over TCP for each byte that they read. Asking for notifications gives it one."""
+        if self._agent is not None:
+            with contextlib.suppress(*_ERRORS):  # a peer's end is told by the reads that it concerns
+                self._agent.get_new_notifs()
 
     def _register(self, region: str, memory: SlottedMemory) -> None:
         pieces = [(e.address, e.nbytes, e.device or 0, "") for e in memory.extents]
