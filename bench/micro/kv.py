@@ -77,7 +77,8 @@ def slab_against_memcpy(nbytes: int, repeats: int) -> tuple[float, float]:
     count = nbytes // BLOCK_BYTES
     rng = np.random.default_rng(SEED)
     slab, pool = memory_of(2 * count, 1), memory_of(2 * count, 2)
-    source, target = np.zeros(count * BLOCK_BYTES, np.uint8), np.ones(count * BLOCK_BYTES, np.uint8)
+    # written once, or all of the source would be the one page of zeros that lies in the cache
+    source, target = (np.full(count * BLOCK_BYTES, fill, np.uint8) for fill in (5, 6))
     np.copyto(target, source)
     reads, writes = [], []
     for _ in range(repeats):
@@ -104,7 +105,8 @@ class BareNixl:
     def __init__(self, far: PeerDescriptor, pool: SlottedMemory) -> None:
         region = far.regions[0]
         name, blob = msgspec.msgpack.decode(far.metadata, type=tuple[str, bytes])
-        self._agent = nixl_agent("bare", nixl_agent_config(backends=["UCX"]))
+        # as ours: a progress thread spins, and would slow both
+        self._agent = nixl_agent("bare", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._agent.register_memory([(e.address, e.nbytes, 0, "") for e in pool.extents], "DRAM")
         self._agent.add_remote_agent(blob)
         remote = [
